@@ -41,7 +41,7 @@ from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.schedule import training_schedule
 from openrlhf.types import (
     Batch,
-    KeptSets,
+    Nuclei,
     Prompt,
     PromptGroup,
     Trajectory,
@@ -94,7 +94,7 @@ def make_group(prompt_id: int, rng: np.random.Generator, mean_length: int, num_k
 def make_trajectory(
     prompt: Prompt, index: int, rng: np.random.Generator, length: int, num_kept: int
 ) -> Trajectory:
-    kept = KeptSets(
+    kept = Nuclei(
         ids=rng.integers(0, VOCABULARY, length * num_kept, dtype=np.int32),
         counts=np.full(length, num_kept, np.int32),
         log_masses=np.zeros(length, np.float32),

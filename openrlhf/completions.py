@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 if TYPE_CHECKING:  # users' files are checked without imports that take seconds
     import numpy as np
 
-    from openrlhf.types import KeptSets
+    from openrlhf.types import Nuclei
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class SamplingParams:
     """Whether the answer also comes as text."""
     skip_special_tokens: bool = True
     max_kept_tokens: int = 0
-    """Number of tokens of each position's top-p/top-k support that the answer reports. 0: none."""
+    """Number of tokens of each position's top-p/top-k nucleus that the answer reports. 0: none."""
 
     def clone(self) -> Self:
         """Returns a deep copy."""
@@ -120,8 +120,8 @@ class Completion(_Record):
     """(A,) float32 log-probs of the sampled tokens, under the distribution that was sampled from."""
     versions: "np.ndarray"
     """(R, 2) int32: weight versions, and the number of consecutive tokens that each sampled."""
-    kept: "KeptSets | None" = None
-    """Top-p/top-k support that each action was sampled from. None: all tokens, or not asked for."""
+    kept: "Nuclei | None" = None
+    """Top-p/top-k nucleus that each action was sampled from. None: all tokens, or not asked for."""
     routing: "np.ndarray | None" = None
     """(P + A, M, K): the experts that read each token of prompt and answer, see `Turn`. None: not known."""
     own: Any = None

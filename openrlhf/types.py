@@ -15,7 +15,7 @@ In supervised learning a dataset consists of Samples, Pairs, UnpairedExamples or
 labelled steps), and one forward pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
 
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions, R
-runs of equal values, T turns, S tokens in all top-p/top-k supports, M layers in each of which a token is
+runs of equal values, T turns, S tokens in all top-p/top-k nuclei, M layers in each of which a token is
 routed to K experts. An action is a token that the policy chose and is trained on; in supervised learning, a
 token with loss. Entry i of an (L,) or (N,) field belongs to token i. An (A,) field has one entry for each
 True of the action mask, in order: prompts, environment feedback and padding have no entry in it, so nothing
@@ -104,17 +104,17 @@ Prompt.__setstate__ = _restore  # set here: some versions of Python replace the 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeptSets:
-    """The recorded top-p/top-k support of each action: the tokens that truncated sampling kept. All other
-    tokens had probability 0. If the support is too large to record, only its most likely tokens are."""
+class Nuclei:
+    """The recorded top-p/top-k nucleus of each action: the tokens that truncated sampling kept. All other
+    tokens had probability 0. If the nucleus is too large to record, only its most likely tokens are."""
 
     ids: np.ndarray
-    """(S,) int32 token ids, action after action; the sampled token comes first in each support."""
+    """(S,) int32 token ids, action after action; the sampled token comes first in each nucleus."""
     counts: np.ndarray
-    """(A,) int32 sizes of the supports, with sum S. 0: the action was sampled from the whole vocabulary."""
+    """(A,) int32 sizes of the nuclei, with sum S. 0: the action was sampled from the whole vocabulary."""
     log_masses: np.ndarray
     """(A,) float32 log of the total probability of the recorded tokens under the sampler; 0 if they are the
-    whole support."""
+    whole nucleus."""
 
     @classmethod
     def of_all_tokens(cls, num_actions: int) -> Self:
@@ -132,11 +132,11 @@ class KeptSets:
             return None
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
-    def parts(self, places: Sequence[slice]) -> "list[KeptSets]":
-        """Returns, for each slice of actions, a view of their supports."""
+    def parts(self, places: Sequence[slice]) -> "list[Nuclei]":
+        """Returns, for each slice of actions, a view of their nuclei."""
         borders = np.concatenate([[0], self.counts.cumsum()])
         return [
-            KeptSets(
+            Nuclei(
                 ids=self.ids[borders[place.start] : borders[place.stop]],
                 counts=self.counts[place],
                 log_masses=self.log_masses[place],
@@ -145,7 +145,7 @@ class KeptSets:
         ]
 
     def padded(self) -> np.ndarray:
-        """Returns (A, K) int64: each support as a row, padded with its first token. The row of an action
+        """Returns (A, K) int64: each nucleus as a row, padded with its first token. The row of an action
         sampled from the whole vocabulary is all -1."""
         first = np.full(len(self.counts), -1)
         some, starts = self.counts > 0, self.counts.cumsum() - self.counts
@@ -153,6 +153,9 @@ class KeptSets:
         rows = np.repeat(first[:, None], max(1, self.counts.max(initial=0)), axis=1)
         rows[np.arange(rows.shape[1]) < self.counts[:, None]] = self.ids
         return rows
+
+
+KeptSets = Nuclei  # the name in checkpoints of earlier versions
 
 
 def own_choice(routing: np.ndarray | Tensor) -> int:
@@ -179,8 +182,8 @@ class Turn:
     """The engine's finish reason: stop, length or abort."""
     seed: int
     """Seed of the request's random numbers."""
-    kept: KeptSets | None = None
-    """Top-p/top-k support of the actions. None: the whole vocabulary."""
+    kept: Nuclei | None = None
+    """Top-p/top-k nucleus of the actions. None: the whole vocabulary."""
     routing: np.ndarray | None = None
     """(P + A, M, K) uint8 or int16 experts of each token in each layer; `own_choice` for the last token,
     which no forward pass has read yet. None if the engine did not record it."""
@@ -242,8 +245,8 @@ class Trajectory(OneSample):
     """(A,) float32 log-probs from the sampler, under its sampling distribution."""
     weight_versions: np.ndarray
     """(R, 2) int32 runs of (version of the weights that chose the actions, number of actions); see `runs`."""
-    kept: KeptSets | None = None
-    """Top-p/top-k support of the actions. None: the whole vocabulary."""
+    kept: Nuclei | None = None
+    """Top-p/top-k nucleus of the actions. None: the whole vocabulary."""
     routing: np.ndarray | None = None
     """(L, M, K) uint8 or int16 experts that the engine chose for each token in each layer, or `own_choice`.
     None if the engine did not record them."""
@@ -359,7 +362,7 @@ def _unpack_group(
     prompt: Prompt,
     packed: Mapping[str, tuple],
     facts: Sequence[tuple],
-    kept: KeptSets | None = None,
+    kept: Nuclei | None = None,
     routing: np.ndarray | None = None,
     names: Sequence[str] = _FACTS_OF_VERSION_1,
 ) -> PromptGroup:
@@ -369,7 +372,7 @@ def _unpack_group(
         [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
         for whole, sizes in packed.values()
     ]
-    sets: Sequence[KeptSets | None] = [None] * len(facts)
+    sets: Sequence[Nuclei | None] = [None] * len(facts)
     if kept is not None:
         num_actions = np.array(packed["rollout_log_probs"][1])
         sets = kept.parts(_slices(num_actions, range(len(facts))))
@@ -391,12 +394,12 @@ def _unpack_group(
     )
 
 
-def kept_of(parts: "Sequence[Turn | Trajectory]") -> KeptSets | None:
-    """Concatenates the top-p/top-k supports of all actions. Returns None if all were sampled from the whole
+def kept_of(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:
+    """Concatenates the top-p/top-k nuclei of all actions. Returns None if all were sampled from the whole
     vocabulary."""
     if all(part.kept is None for part in parts):
         return None
-    return KeptSets.joined([part.kept or KeptSets.of_all_tokens(part.num_actions) for part in parts])
+    return Nuclei.joined([part.kept or Nuclei.of_all_tokens(part.num_actions) for part in parts])
 
 
 def routing_of(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
@@ -431,7 +434,7 @@ class Batch:
     lengths: np.ndarray  # (B,) int64
     num_actions: np.ndarray  # (B,) int64
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
-    kept: KeptSets | None = None  # supports of all actions; None: all sampled from the whole vocabulary
+    kept: Nuclei | None = None  # nuclei of all actions; None: all sampled from the whole vocabulary
     routing: np.ndarray | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
     staleness: ActionColumn = None  # (A,) int32, age of the sampler's weights in updates; None: all 0
@@ -475,7 +478,7 @@ class Batch:
             lengths=self.lengths[list(indices)],
             num_actions=self.num_actions[list(indices)],
             images=tuple(self.images[i] for i in indices) if self.images else (),
-            kept=None if self.kept is None else KeptSets.joined(self.kept.parts(of_actions)),
+            kept=None if self.kept is None else Nuclei.joined(self.kept.parts(of_actions)),
             routing=_gather(self.routing, of_tokens),
             **columns,
         )
@@ -579,8 +582,8 @@ class PackedRow:
     actions: Tensor  # (A,) int64 indices of True in `action_mask`, computed on the CPU: no device sync
     lengths: tuple[int, ...]  # B entries
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
-    kept_ids: Tensor | None = None  # (A, K) int64, `KeptSets.padded`; None: no truncated sampling
-    log_masses: Tensor | None = None  # (A,) `KeptSets.log_masses`; None: no truncated sampling
+    kept_ids: Tensor | None = None  # (A, K) int64, `Nuclei.padded`; None: no truncated sampling
+    log_masses: Tensor | None = None  # (A,) `Nuclei.log_masses`; None: no truncated sampling
     routing: Tensor | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
     host: "PackedRow | None" = None
     """The row before it was copied to a device, for what is computed from token ids on the CPU."""

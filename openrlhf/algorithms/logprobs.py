@@ -20,7 +20,7 @@ into this share and the traffic takes 11 % of the products' time; with the 440 r
 take 55 %."""
 
 FAR = 80.0
-"""Difference between the largest logit inside the top-p/top-k support and the logits of all tokens outside
+"""Difference between the largest logit inside the top-p/top-k nucleus and the logits of all tokens outside
 it. The resulting probability, 2e-35, changes no sum; a smaller one could be denormal, which is slow on
 CPUs."""
 
@@ -119,7 +119,7 @@ def linear_log_probs(
     z = scale * cap(hidden @ weight.T + bias),   log p(y) = z_y - logsumexp(z),   H = -sum_v p_v log p_v
 
     `scale` is 1 / temperature (times the model's own logit scale); `cap(x)` is softcap * tanh(x / softcap),
-    or x. `kept` (A, K) has the ids of each action's top-p/top-k support, including its target; z, the sum
+    or x. `kept` (A, K) has the ids of each action's top-p/top-k nucleus, including its target; z, the sum
     over v and the gradient are then restricted to these tokens. A row of `kept` may repeat a token; a row of
     -1 means the whole vocabulary.
 
@@ -267,8 +267,8 @@ class _LogProbsForward(torch.autograd.Function):
 
 
 def _restrict_to_support(logits: Tensor, kept: Tensor | None, rows: slice, vocabulary: Vocabulary) -> Tensor:
-    """Restricts logits (C, V) to the supports `kept[rows]`, in place: lowers all others to FAR below the
-    largest logit of the support."""
+    """Restricts logits (C, V) to the nuclei `kept[rows]`, in place: lowers all others to FAR below the
+    largest logit of the nucleus."""
     if kept is None:
         return logits
     ids = kept[rows].clamp(min=0)

@@ -18,7 +18,7 @@ from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.ppo import ACTOR_FLAG
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import RunError
-from openrlhf.types import KeptSets
+from openrlhf.types import Nuclei
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -221,12 +221,12 @@ def engine_class(options: EngineOptions) -> type[RolloutEngine]:
     return getattr(importlib.import_module(module), name)
 
 
-def kept_sets(ids: np.ndarray, log_probs: np.ndarray) -> KeptSets:
-    """Returns the top-p/top-k support of each action: the tokens with a non-zero probability.
+def find_nuclei(ids: np.ndarray, log_probs: np.ndarray) -> Nuclei:
+    """Returns the top-p/top-k nucleus of each action: the tokens with a non-zero probability.
 
     `ids` and `log_probs`, (A, 1 + K): the sampled token of each action, then the K most likely tokens, which
-    may include it. Tokens outside the support have the log-prob -inf. If one of the K tokens is outside, the
-    returned support is complete, and its entry of `log_masses` is 0. Otherwise the support may have further
+    may include it. Tokens outside the nucleus have the log-prob -inf. If one of the K tokens is outside, the
+    returned nucleus is complete, and its entry of `log_masses` is 0. Otherwise the nucleus may have further
     tokens, and the entry is the log of the total probability of the returned tokens.
     """
     values = np.asarray(log_probs, np.float64)
@@ -234,7 +234,7 @@ def kept_sets(ids: np.ndarray, log_probs: np.ndarray) -> KeptSets:
     is_whole = ~possible.all(axis=1)
     possible[:, 1:] &= ids[:, 1:] != ids[:, :1]
     shares = np.exp(values, out=np.zeros_like(values), where=possible).sum(axis=1)
-    return KeptSets(
+    return Nuclei(
         ids=ids[possible],
         counts=possible.sum(axis=1, dtype=np.int32),
         log_masses=np.where(is_whole, 0, np.log(shares.clip(max=1))).astype(np.float32),

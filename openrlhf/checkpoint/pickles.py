@@ -24,7 +24,8 @@ _NUMPY: list[Any] = [
 ]
 """Types of NumPy's arrays and numbers."""
 _SAMPLES: list[Any] = [
-    *(types.Prompt, types.Image, types.PromptGroup, types.Trajectory, types.KeptSets, types.Outcome),
+    *(types.Prompt, types.Image, types.PromptGroup, types.Trajectory, types.Nuclei, types.Outcome),
+    (types.Nuclei, "openrlhf.types.KeptSets"),  # its name in older checkpoints
     *(types._unpack_group, bytes, Decimal, datetime.date, datetime.time, datetime.datetime),
     *(datetime.timedelta, datetime.timezone),
 ]

@@ -896,7 +896,7 @@ class PPOConfig(TrainingConfig):
     @property
     def largest_mismatch(self) -> float | None:
         """`algo.max_mismatch`; if it is not set, infinity where top-p or top-k truncates the sampling
-        distribution and no supports are recorded: training then computes the log-probs of another
+        distribution and no nuclei are recorded: training then computes the log-probs of another
         distribution. None: the default limit, rounding."""
         rollout, limit = self.rollout, self.algo.max_mismatch
         is_other = rollout.is_truncated and not rollout.max_kept_tokens

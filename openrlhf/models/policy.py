@@ -33,8 +33,8 @@ class PolicyModel(RowModel):
         self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
     ) -> TokenScores:
         """Returns the scores of the row's actions. `temperature` divides the logits, as in sampling. For
-        actions with a recorded top-p/top-k support the distribution is the softmax over the recorded tokens,
-        and the log of their total probability in the sampler (`KeptSets.log_masses`, a constant) is added to
+        actions with a recorded top-p/top-k nucleus the distribution is the softmax over the recorded tokens,
+        and the log of their total probability in the sampler (`Nuclei.log_masses`, a constant) is added to
         the log-probs. With `summed`, which excludes the entropy, returns the sum of the log-probs and
         computes the head's gradients in the forward pass, see `sum_of_log_probs`.
         """

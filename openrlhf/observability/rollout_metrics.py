@@ -40,7 +40,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics
         _extra_means([t for t in finished if t.is_first])
         | _reward_and_length(finished)
         | _staleness(finished, version)
-        | _kept_sets(finished)
+        | _nuclei(finished)
         | _duplicates(finished)
         | _repetition(finished)
         | metrics
@@ -94,8 +94,8 @@ def _staleness(finished: Sequence[Trajectory], version: int) -> Metrics:
     }
 
 
-def _kept_sets(finished: Sequence[Trajectory]) -> Metrics:
-    """Returns, over actions sampled with a recorded top-p/top-k support, the mean number of recorded tokens
+def _nuclei(finished: Sequence[Trajectory]) -> Metrics:
+    """Returns, over actions sampled with a recorded top-p/top-k nucleus, the mean number of recorded tokens
     and the mean probability outside them."""
     known = [t.kept for t in finished if t.kept is not None]
     counts = np.concatenate([kept.counts for kept in known] or [np.zeros(0)])

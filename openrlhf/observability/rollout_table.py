@@ -12,7 +12,7 @@
     turn_rewards                                           [T] reward of each turn; empty: unknown
     weight_versions                                        [{version, count}, ...] adding up to A
     rollout_log_probs                                      [A] log-probs of the sampler
-    kept_ids, kept_counts, kept_log_masses                 `KeptSets`; null: the whole vocabulary
+    kept_ids, kept_counts, kept_log_masses                 `Nuclei`; null: the whole vocabulary
     log_probs, ref_log_probs, values, advantages, returns  [A] null where not computed
     optimizer_steps, ranks                                 of each update on it, by epoch; null: no update
 
@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from openrlhf.observability.run_folder import LABEL_FORM, RENAMED_COLUMNS, label_of, plain, read_jsonl
-from openrlhf.types import Batch, Image, KeptSets, Outcome, Prompt, Trajectory
+from openrlhf.types import Batch, Image, Nuclei, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
 """For each sequence, by epoch: (optimizer step that trained on it, rank)."""
@@ -73,7 +73,7 @@ ARRAYS = pa.schema(
     }
 )
 KEPT = pa.schema({"kept_ids": pa.list_(_INT), "kept_counts": pa.list_(_INT), "kept_log_masses": _FLOATS})
-"""Columns of the top-p/top-k support: the fields of `KeptSets` with the prefix `kept_`."""
+"""Columns of the top-p/top-k nucleus: the fields of `Nuclei` with the prefix `kept_`."""
 ADDED = ("turn_rewards", "images", "extra_texts", LABEL_FORM, *KEPT.names)
 """Columns that journals of earlier versions lack."""
 OF_ACTIONS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
@@ -122,19 +122,19 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [
         replace(_trajectory(row | dict(zip(ARRAYS.names, own, strict=True))), kept=kept)
-        for row, own, kept in zip(facts, arrays, _kept_sets(table), strict=True)
+        for row, own, kept in zip(facts, arrays, _nuclei(table), strict=True)
     ]
 
 
-def _kept_sets(table: pa.Table) -> list[KeptSets | None]:
-    """Returns the top-p/top-k support of each row; None for the whole vocabulary, and in journals of earlier
+def _nuclei(table: pa.Table) -> list[Nuclei | None]:
+    """Returns the top-p/top-k nucleus of each row; None for the whole vocabulary, and in journals of earlier
     versions, which lack the columns."""
     if KEPT.names[0] not in table.column_names:
         return [None] * len(table)
     missing = table[KEPT.names[0]].is_null().to_pylist()
     sets = zip(*(_split(table[name]) for name in KEPT.names), strict=True)
     return [
-        None if is_missing else KeptSets(ids=ids, counts=counts, log_masses=log_masses)
+        None if is_missing else Nuclei(ids=ids, counts=counts, log_masses=log_masses)
         for is_missing, (ids, counts, log_masses) in zip(missing, sets, strict=True)
     ]
 
@@ -198,7 +198,7 @@ def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
 
 def _kept(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
     missing = np.array([t.kept is None for t in trajectories], bool)
-    sets = [t.kept or KeptSets.of_all_tokens(0) for t in trajectories]
+    sets = [t.kept or Nuclei.of_all_tokens(0) for t in trajectories]
     columns = {}
     for field in KEPT:
         parts = [getattr(kept, field.name.removeprefix("kept_")) for kept in sets]

@@ -41,7 +41,7 @@ class Sampling:
     stop: tuple[str, ...]
     run_seed: int
     max_kept_tokens: int = 0
-    """Maximum number of recorded tokens of a top-p/top-k support; see RecordingEngine."""
+    """Maximum number of recorded tokens of a top-p/top-k nucleus; see RecordingEngine."""
 
     @classmethod
     def for_training(cls, config: PPOConfig) -> "Sampling":

@@ -49,7 +49,7 @@ class RecordingEngine:
         """`seed_address`: address of the first turn's seed; later turns append their index.
         `sampling_params`: the run's parameters. `pictures`: the prompt's images as the executor receives
         them. `image_token_ids`: tokens that stand for images, see `text.image_placeholder_ids`; empty if the
-        policy reads no images. `max_kept_tokens`: maximum number of recorded tokens of a top-p/top-k support;
+        policy reads no images. `max_kept_tokens`: maximum number of recorded tokens of a top-p/top-k nucleus;
         0: none."""
         self._engine, self._address, self._given = engine, seed_address, sampling_params
         self._known = {id(picture): (image, picture) for image, picture in pictures}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages.base import StepView
 from openrlhf.algorithms.policy_losses.base import RowView
-from openrlhf.types import Batch, KeptSets, LossNorm, Outcome, Prompt, PromptGroup, Sample, Trajectory, runs
+from openrlhf.types import Batch, LossNorm, Nuclei, Outcome, Prompt, PromptGroup, Sample, Trajectory, runs
 
 DTYPES = {
     "token_ids": np.int32,
@@ -60,16 +60,16 @@ def sequence(token_ids: Sequence[int] | np.ndarray | Tensor, prompt: int = 1) ->
     return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) >= prompt)
 
 
-def kept_sets(*sets: Sequence[int], shares: Sequence[float] | None = None) -> KeptSets:
+def kept_sets(*sets: Sequence[int], shares: Sequence[float] | None = None) -> Nuclei:
     """Returns kept sets, one for each action; an empty set stands for all tokens."""
-    return KeptSets(
+    return Nuclei(
         ids=np.array([token for one in sets for token in one], np.int32),
         counts=np.array([len(one) for one in sets], np.int32),
         log_masses=np.log(np.array(shares or [1.0] * len(sets))).astype(np.float32),
     )
 
 
-def sets_of(kept: KeptSets | None, num_actions: int) -> list[list[int]]:
+def sets_of(kept: Nuclei | None, num_actions: int) -> list[list[int]]:
     """Returns the kept set of each action as a list; the inverse of `kept_sets`."""
     if kept is None:
         return [[]] * num_actions

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.backends.peak_memory import Peaks
-from openrlhf.backends.rollout import EngineOptions, kept_sets
+from openrlhf.backends.rollout import EngineOptions, find_nuclei
 from openrlhf.backends.weight_sync.buckets import Bucket, metas_of
 from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint, fingerprints
@@ -232,7 +232,7 @@ class TransformersEngine:
         whole = self._text(request.prompt, ids, params) if params.detokenize else ""
         sets = None
         if params.max_kept_tokens and likely is not None:
-            sets = kept_sets(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
+            sets = find_nuclei(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
         ends = [(place, place + len(stop)) for stop in stops if (place := whole.find(stop)) >= 0]
         return Completion(
             index=0,

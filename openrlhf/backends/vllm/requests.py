@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from openrlhf.backends.rollout import kept_sets
+from openrlhf.backends.rollout import find_nuclei
 from openrlhf.completions import Completion, Completions, SamplingParams
-from openrlhf.types import KeptSets, not_none, unrouted
+from openrlhf.types import Nuclei, not_none, unrouted
 
 if TYPE_CHECKING:
     import vllm
@@ -28,7 +28,7 @@ def vllm_params(params: SamplingParams, *, stream: bool = False) -> "vllm.Sampli
     asked: dict[str, Any] = dict(vars(params))
     kept, log_probs = asked.pop("max_kept_tokens"), params.logprobs or 0
     if kept and log_probs >= 0:
-        # The most likely tokens are the top-p/top-k support. One more token than top-k shows that the support
+        # The most likely tokens are the top-p/top-k nucleus. One more token than top-k shows that the nucleus
         # is complete: the token has probability 0.
         asked["logprobs"] = max(log_probs, min(kept, params.top_k + 1) if params.top_k > 0 else kept)
     asked["output_kind"] = names.RequestOutputKind.DELTA if stream else names.RequestOutputKind.FINAL_ONLY
@@ -57,7 +57,7 @@ def _completion(answer: "CompletionOutput", prompt_length: int, params: Sampling
         logprobs=cast(Any, log_probs),
         log_probs=None if log_probs is None else _sampled_log_probs(log_probs),
         versions=np.array(spans, np.int32).reshape(-1, 2),
-        kept=_kept_sets(not_none(log_probs)) if params.max_kept_tokens else None,
+        kept=_nuclei(not_none(log_probs)) if params.max_kept_tokens else None,
         routing=_routing(answer.routed_experts, prompt_length + len(answer.token_ids)),
         own=answer,
     )
@@ -78,8 +78,8 @@ def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:
     return values if len(values) == len(log_probs) else values[log_probs.start_indices]
 
 
-def _kept_sets(log_probs: "FlatLogprobs") -> KeptSets:
+def _nuclei(log_probs: "FlatLogprobs") -> Nuclei:
     shape = len(log_probs), len(log_probs.token_ids) // max(1, len(log_probs))
     ids = np.asarray(log_probs.token_ids, np.int32).reshape(shape)
     values = np.asarray(log_probs.logprobs, np.float64).reshape(shape)
-    return kept_sets(ids, values)
+    return find_nuclei(ids, values)

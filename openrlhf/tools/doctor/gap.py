@@ -23,7 +23,7 @@ REMEDIES = {
     "other one in an agent or server",
     "top-p": "set --rollout.max_kept_tokens above 0, or --rollout.top_p 1 and --rollout.top_k -1; look for "
     "top_p or top_k in the model's generation_config.json",
-    "kept-sets": "look at what an agent does with the tokens of a turn, because supports reach the trainer "
+    "kept-sets": "look at what an agent does with the tokens of a turn, because nuclei reach the trainer "
     "with other tokens than their own; --rollout.top_p 1 and --rollout.top_k -1 avoid the problem",
     "rope": "compare rope_theta and rope_scaling in the model's config.json with the values that the engine "
     "loads",
@@ -46,7 +46,7 @@ REMEDIES = {
 TITLES = {
     "temperature": "sampler and trainer use different temperatures",
     "top-p": "only one side applies top-p or top-k",
-    "kept-sets": "the trainer normalises over wrong top-p/top-k supports",
+    "kept-sets": "the trainer normalises over wrong top-p/top-k nuclei",
     "rope": "sampler and trainer use different RoPE frequencies",
     "stale-weights": "the sampler has stale weights",
     "adapter": "the sampler computes without the adapter",

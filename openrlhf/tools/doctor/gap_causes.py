@@ -21,9 +21,9 @@ from openrlhf.tools.doctor.recompute import (
     Recomputed,
     changed_frequencies,
     checkpoints_of,
+    find_nucleus,
     hooked,
     log_probs,
-    support_of,
     targets_of,
     tokenizer_at,
 )
@@ -94,37 +94,37 @@ class Examined:
         return float(self.run.flag("rollout.top_p", 1.0)), int(self.run.flag("rollout.top_k", -1))
 
     @property
-    def has_support(self) -> bool:
+    def has_nucleus(self) -> bool:
         return self.limits[0] < 1 or self.limits[1] > 0
 
     @property
-    def keeps_support(self) -> bool:
-        """True if the trainer normalises over the support that the sampler recorded."""
-        return self.has_support and int(self.run.flag("rollout.max_kept_tokens", 32)) > 0
+    def keeps_nucleus(self) -> bool:
+        """True if the trainer normalises over the nucleus that the sampler recorded."""
+        return self.has_nucleus and int(self.run.flag("rollout.max_kept_tokens", 32)) > 0
 
     @cached_property
-    def support(self) -> Tensor | None:
-        """The sampler's support, (A, V); None: all tokens."""
-        return self.support_of(self.logits, self.temperature)
+    def nucleus(self) -> Tensor | None:
+        """The sampler's nucleus, (A, V); None: all tokens."""
+        return self.find_nucleus(self.logits, self.temperature)
 
-    def support_of(self, logits: Tensor, temperature: float) -> Tensor | None:
-        return support_of(logits, self.targets, temperature, *self.limits) if self.has_support else None
+    def find_nucleus(self, logits: Tensor, temperature: float) -> Tensor | None:
+        return find_nucleus(logits, self.targets, temperature, *self.limits) if self.has_nucleus else None
 
-    def over(self, support: Tensor | None) -> np.ndarray:
-        """Returns the log-probs of the actions, (A,), normalised over this support."""
-        return log_probs(self.logits, self.targets, self.temperature, support)
+    def over(self, nucleus: Tensor | None) -> np.ndarray:
+        """Returns the log-probs of the actions, (A,), normalised over this nucleus."""
+        return log_probs(self.logits, self.targets, self.temperature, nucleus)
 
     def either(self, logits: Tensor | None = None, temperature: float | None = None) -> np.ndarray:
         """Returns the log-probs of both sides, (2, 2, A), if the sampler has these logits and temperature, or
-        if the trainer has them. A trainer over the recorded support takes over the sampler's."""
+        if the trainer has them. A trainer over the recorded nucleus takes over the sampler's."""
         changed = self.logits if logits is None else logits, temperature or self.temperature
-        support = self.support_of(*changed)
+        nucleus = self.find_nucleus(*changed)
         lp = lambda of: log_probs(changed[0], self.targets, changed[1], of)
-        sampler = trainer = lp(support)
-        if self.has_support:
-            trainer = lp(self.support if self.keeps_support else None)
-        takes_over = self.keeps_support and self.is_trainers
-        of_trainer = self.over(support) if takes_over else self.expected[1]
+        sampler = trainer = lp(nucleus)
+        if self.has_nucleus:
+            trainer = lp(self.nucleus if self.keeps_nucleus else None)
+        takes_over = self.keeps_nucleus and self.is_trainers
+        of_trainer = self.over(nucleus) if takes_over else self.expected[1]
         return np.array([[sampler, of_trainer], [self.expected[0], trainer]])
 
     @cached_property
@@ -140,7 +140,7 @@ class Examined:
         """Log-probs that both sides should have, (2, A): recomputed, or without weights the trainer's."""
         if not self.is_trainers:
             return np.array([self.trainer] * 2)
-        return np.array([self.over(self.support), self.over(self.support if self.keeps_support else None)])
+        return np.array([self.over(self.nucleus), self.over(self.nucleus if self.keeps_nucleus else None)])
 
     @cached_property
     def size(self) -> float:
@@ -274,29 +274,29 @@ def _temperature(e: Examined) -> Variants:
 
 
 def _top_p(e: Examined) -> Variants:
-    if e.has_support:
+    if e.has_nucleus:
         over = f"over those of top-p {e.limits[0]:g}, top-k {e.limits[1]}"
-        cases = [[e.over(e.support), e.over(None)], [e.over(None), e.over(e.support)]]
-        if e.keeps_support:
+        cases = [[e.over(e.nucleus), e.over(None)], [e.over(None), e.over(e.nucleus)]]
+        if e.keeps_nucleus:
             yield f"one side normalises over all tokens, the other {over}", np.array(cases)
         else:
             text = f"--rollout.max_kept_tokens 0: the sampler normalises {over}, the trainer over all tokens"
             yield text, np.array(cases[:1])
         return
     for top_p, top_k in [*((p, -1) for p in TOP_P), *((1.0, k) for k in TOP_K)]:
-        inside = e.over(support_of(e.logits, e.targets, e.temperature, top_p, top_k))
+        inside = e.over(find_nucleus(e.logits, e.targets, e.temperature, top_p, top_k))
         text = f"one side uses top-p {top_p:g}" if top_p < 1 else f"one side uses top-k {top_k}"
         cases = np.array([[inside, e.expected[1]], [e.expected[0], inside]])
         yield f"{text}, which --rollout does not set", cases
 
 
-def _kept_sets(e: Examined) -> Variants:
-    """Yields the log-probs with the support of a neighbouring action."""
-    if not e.keeps_support:
+def _nuclei(e: Examined) -> Variants:
+    """Yields the log-probs with the nucleus of a neighbouring action."""
+    if not e.keeps_nucleus:
         return
     for shift in (1, -1):
-        moved = e.over(not_none(e.support).roll(shift, 0).scatter(1, e.targets[:, None], True))
-        text = f"one side has the support of the {'previous' if shift > 0 else 'next'} action"
+        moved = e.over(not_none(e.nucleus).roll(shift, 0).scatter(1, e.targets[:, None], True))
+        text = f"one side has the nucleus of the {'previous' if shift > 0 else 'next'} action"
         yield text, np.array([[moved, e.expected[1]], [e.expected[0], moved]])
 
 
@@ -406,7 +406,7 @@ def _precision(e: Examined) -> Variants:
         yield "one side rounds logits to bf16", e.either(e.logits.to(low).float())
         of_rounded = e.policy.transformed(hidden @ weight.to(low).float().T)
         yield "one side rounds the head's weights to bf16", e.either(of_rounded)
-        if not e.has_support:
+        if not e.has_nucleus:
             soft = log_probs((rounded / e.temperature).to(low), e.targets, 1.0)
             of_sampler, of_trainer = e.expected
             cases = np.array([[soft, of_trainer], [of_sampler, soft]])
@@ -453,7 +453,7 @@ HYPOTHESES: tuple[tuple[str, Callable[[Examined], Variants]], ...] = (
     ("adapter", _adapter),
     ("top-p", _top_p),
     ("temperature", _temperature),
-    ("kept-sets", _kept_sets),
+    ("kept-sets", _nuclei),
     ("head-precision", _precision),
     ("template", _template),
     ("routing", _routing),
@@ -546,8 +546,8 @@ def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
     """Scores causes by statistics of the rollouts alone. `note`: reason why no hypothesis decided."""
     top_p, top_k = float(gap.run.flag("rollout.top_p", 1.0)), int(gap.run.flag("rollout.top_k", -1))
-    has_support = top_p < 1 or top_k > 0
-    keeps_support = has_support and int(gap.run.flag("rollout.max_kept_tokens", 32)) > 0
+    has_nucleus = top_p < 1 or top_k > 0
+    keeps_nucleus = has_nucleus and int(gap.run.flag("rollout.max_kept_tokens", 32)) > 0
     lora = int(gap.run.flag("ds.lora.rank", 0) or 0) > 0
     random = not np.isnan(signs.random) and signs.random > 0.1
     text = (
@@ -557,8 +557,8 @@ def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[C
     )
     scores = {
         "temperature": 0.55 * (signs.curve > 0.5) * (abs(signs.bias) < 0.95),
-        "top-p": 0.6 * has_support * (abs(signs.bias) > 0.95),
-        "kept-sets": 0.5 * keeps_support * (abs(signs.bias) <= 0.95),
+        "top-p": 0.6 * has_nucleus * (abs(signs.bias) > 0.95),
+        "kept-sets": 0.5 * keeps_nucleus * (abs(signs.bias) <= 0.95),
         "rope": 0.5 * (signs.growth > 1.6) * gap.from_start,
         "template": 0.5 * (signs.onset > 2) * gap.from_start,
         "head-precision": 0.45 * (abs(signs.bias) < 0.3) * (signs.size < 0.03) * gap.from_start,

@@ -100,14 +100,16 @@ def targets_of(rows: Sequence[GapRow]) -> Tensor:
 
 
 def log_probs(
-    logits: Tensor, targets: Tensor, temperature: float, support: Tensor | None = None
+    logits: Tensor, targets: Tensor, temperature: float, nucleus: Tensor | None = None
 ) -> np.ndarray:
-    """Returns the log-probs of the targets at a temperature, (A,). `support`: mask of the tokens that they
+    """Returns the log-probs of the targets at a temperature, (A,). `nucleus`: mask of the tokens that they
     are normalised over, (A, V); None: all."""
-    return chosen(distribution(logits, temperature, support), targets).double().numpy()
+    return chosen(distribution(logits, temperature, nucleus), targets).double().numpy()
 
 
-def support_of(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = -1) -> Tensor:
+def find_nucleus(
+    logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = -1
+) -> Tensor:
     """Returns the mask of the tokens that remain after top-k and top-p, and of the targets, (A, V)."""
     ordered, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
     if top_k > 0:
@@ -115,8 +117,8 @@ def support_of(logits: Tensor, targets: Tensor, temperature: float, top_p: float
         ordered[:, top_k:] = 0
         ordered /= ordered.sum(-1, keepdim=True)
     inside = (ordered.cumsum(-1) - ordered < top_p) & (ordered > 0)
-    support = torch.zeros_like(inside).scatter(1, order, inside)
-    return support.scatter(1, targets[:, None], True)
+    nucleus = torch.zeros_like(inside).scatter(1, order, inside)
+    return nucleus.scatter(1, targets[:, None], True)
 
 
 @contextmanager

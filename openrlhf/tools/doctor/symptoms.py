@@ -94,7 +94,7 @@ RULES = (
     ),
     Rule.of(
         "rollout/kept_set_rest_mean > 0.05 for 3 steps",
-        "the top-p/top-k support has many more tokens than are recorded. The others together have more than "
+        "the top-p/top-k nucleus has many more tokens than are recorded. The others together have more than "
         "5 % of the probability, which gets no gradient. Raise --rollout.max_kept_tokens, or lower "
         "--rollout.top_p or --rollout.temperature.",
     ),

@@ -22,7 +22,7 @@ AFTER = (
 LEARNING = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "optimizer_steps", "ranks")
 """Columns of the training step."""
 SUPPORT = ("kept_ids", "kept_counts", "kept_log_masses")
-"""Columns of the top-p/top-k support."""
+"""Columns of the top-p/top-k nucleus."""
 COLUMNS = (*IDENTITY, *BEFORE, *SAMPLING, *SUPPORT, *AFTER, "turn_rewards", *LEARNING)
 ORDER = "order of the samples"
 NUMBER = "number of samples"

@@ -120,12 +120,12 @@ class Rerun:
                 text = "has samples with images, whose content is not recorded"
                 raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
             if self._truncates and "kept_ids" not in table.column_names:
-                text = "an older release wrote it, without the support of --rollout.top_p and --rollout.top_k"
+                text = "an older release wrote it, without the nucleus of --rollout.top_p and --rollout.top_k"
                 raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
 
     @property
     def _truncates(self) -> bool:
-        """True if the run trained on the support of truncated sampling."""
+        """True if the run trained on the nucleus of truncated sampling."""
         flags = self.run.flags
         truncates = flags["rollout.top_p"] < 1 or flags["rollout.top_k"] > 0
         return truncates and flags["rollout.max_kept_tokens"] > 0

@@ -274,7 +274,7 @@ def check_log_probs(
     model: PreTrainedModel, row: PackedRow, found: Tensor, *, temperature: float, dtype: str, step: int
 ) -> None:
     """Checks that the log-probs `found` (A,) of a row's actions are those of transformers. Does nothing where
-    samples have recorded supports or experts."""
+    samples have recorded nuclei or experts."""
     if row.kept_ids is not None or row.routing is not None:
         return
     expected = log_probs_of_row(model, row.to(model.device), temperature).cpu()

@@ -23,7 +23,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import Batch, KeptSets, PackedRow, PromptGroup, Trajectory, Turn, not_none
+from openrlhf.types import Batch, Nuclei, PackedRow, PromptGroup, Trajectory, Turn, not_none
 
 A, H, V = 9, 5, 17
 
@@ -247,7 +247,7 @@ def test_parts_put_together() -> None:
     sets = kept_sets([4, 7], [], [3], [1, 2, 3], shares=[0.5, 1, 1, 0.25])
     assert sets_of(sets, 4) == [[4, 7], [], [3], [1, 2, 3]]
     assert sets.padded().tolist() == [[4, 7, 4], [-1, -1, -1], [3, 3, 3], [1, 2, 3]]
-    both = not_none(KeptSets.joined(sets.parts([slice(3, 4), slice(0, 2)])))
+    both = not_none(Nuclei.joined(sets.parts([slice(3, 4), slice(0, 2)])))
     assert sets_of(both, 3) == [[1, 2, 3], [4, 7], []]
     np.testing.assert_allclose(np.exp(both.log_masses), [0.25, 0.5, 1])
     assert kept_sets().padded().shape == (0, 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from records import kept_sets, sets_of
 
 from openrlhf.rollout.trajectories import NeverSampled, chosen_turns, trajectories
-from openrlhf.types import Episode, Image, KeptSets, Outcome, Prompt, Trajectory, Turn, runs
+from openrlhf.types import Episode, Image, Nuclei, Outcome, Prompt, Trajectory, Turn, runs
 
 PROMPT = Prompt(prompt_id=0, text="?")
 
@@ -27,7 +27,7 @@ def turn(prompt: list[int], actions: list[int], log_probs=None, versions=None, f
     )
 
 
-def sets_by_log_prob(log_probs: list[float]) -> KeptSets:
+def sets_by_log_prob(log_probs: list[float]) -> Nuclei:
     """Returns kept sets that identify their actions: an action's set has its log-prob once, twice and three
     times."""
     return kept_sets(*([int(-x)] * (1 + int(-x) % 3) for x in log_probs))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.tools.doctor import gap, gap_causes
 from openrlhf.tools.doctor.diagnose import diagnose
-from openrlhf.tools.doctor.recompute import hooked, support_of
+from openrlhf.tools.doctor.recompute import find_nucleus, hooked
 from openrlhf.tools.doctor.record import RunRecord
 from openrlhf.tools.reference.outputs import chosen, distribution
 
@@ -46,12 +46,12 @@ class Flags:
     temperature: float = 1.0
 
     @property
-    def has_support(self) -> bool:
+    def has_nucleus(self) -> bool:
         return self.top_p < 1 or self.top_k > 0
 
     @property
-    def keeps_support(self) -> bool:
-        return self.has_support and self.max_kept_tokens > 0
+    def keeps_nucleus(self) -> bool:
+        return self.has_nucleus and self.max_kept_tokens > 0
 
 
 SETTINGS = (
@@ -75,7 +75,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     sampled_with: Callable[[Flags], Flags] = lambda flags: flags
     """The sampler's flags."""
-    trained_over: Callable[[Tensor, Tensor], Tensor | None] = lambda support, targets: support
+    trained_over: Callable[[Tensor, Tensor], Tensor | None] = lambda nucleus, targets: nucleus
     """Support that the trainer normalises over, from the recorded one, (A, V)."""
     step: int = 1
     encoded_again: Callable[[Tensor], Tensor] = lambda ids: ids
@@ -139,12 +139,12 @@ def temperature(f: Folders) -> Case:
 
 def top_p(f: Folders) -> Case:
     """The trainer normalises over all tokens, or the sampler has a top-p that no flag sets."""
-    more = lambda flags: flags if flags.has_support else replace(flags, top_p=0.9)
-    return Case(of(f.model), of(f.model), sampled_with=more, trained_over=lambda support, targets: None)
+    more = lambda flags: flags if flags.has_nucleus else replace(flags, top_p=0.9)
+    return Case(of(f.model), of(f.model), sampled_with=more, trained_over=lambda nucleus, targets: None)
 
 
 def kept_sets(f: Folders) -> Case:
-    moved = lambda support, targets: support.roll(1, 0).scatter(1, targets[:, None], True)
+    moved = lambda nucleus, targets: nucleus.roll(1, 0).scatter(1, targets[:, None], True)
     return Case(of(f.model), of(f.model), trained_over=moved)
 
 
@@ -240,16 +240,16 @@ def rows_of(case: Case, version: int, flags: Flags = SETTINGS[0], samples: int =
     limits = with_flags.temperature, with_flags.top_p, with_flags.top_k
     for _ in range(LENGTH):
         last = case.sampler(ids)[:, -1]
-        support = support_of(last, last.argmax(-1), *limits)
-        likely = distribution(last, with_flags.temperature, support).exp()
+        nucleus = find_nucleus(last, last.argmax(-1), *limits)
+        likely = distribution(last, with_flags.temperature, nucleus).exp()
         ids = torch.cat([ids, likely.multinomial(1, generator=draws)], 1)
     answers = ids[:, start:]
     again = case.encoded_again(answers)
     of_sampler, of_trainer = case.sampler(ids), case.trainer(torch.cat([ids[:, :start], again], 1))
     rows, inside = [], slice(start - 1, -1)
     for i in range(len(ids)):
-        support = support_of(of_sampler[i, inside], answers[i], *limits)
-        kept = case.trained_over(support, again[i]) if flags.keeps_support else None
+        nucleus = find_nucleus(of_sampler[i, inside], answers[i], *limits)
+        kept = case.trained_over(nucleus, again[i]) if flags.keeps_nucleus else None
         of_side = lambda logits, t, over, ids: chosen(distribution(logits, t, over), ids).tolist()
         rows.append(
             sample(
@@ -259,7 +259,7 @@ def rows_of(case: Case, version: int, flags: Flags = SETTINGS[0], samples: int =
                 prompt=PROMPTS[i // samples],
                 prompt_id=i // samples,
                 response=TOKENIZER.decode(again[i].tolist()),
-                rollout_log_probs=of_side(of_sampler[i, inside], with_flags.temperature, support, answers[i]),
+                rollout_log_probs=of_side(of_sampler[i, inside], with_flags.temperature, nucleus, answers[i]),
                 log_probs=of_side(of_trainer[i, inside], flags.temperature, kept, again[i]),
             )
         )
@@ -310,7 +310,7 @@ def answers_of(cause: Callable[[Folders], Case], flags: Flags) -> list[str]:
     """Returns the causes that may come first: with supports that the trainer does not use that is the first
     gap of the run, or beside the noise of a small cause the larger one."""
     name = f"gap: {cause.__name__.replace('_', '-')}"
-    unused = flags.has_support and not flags.keeps_support
+    unused = flags.has_nucleus and not flags.keeps_nucleus
     if unused and cause in (stale_weights, adapter, weight_chunk, head_precision):
         return ["gap: top-p"]
     return [name, "gap: top-p"] if unused and cause in NOISY else [name]
@@ -335,7 +335,7 @@ def marks_of(cause: Callable[[Folders], Case], flags: Flags) -> tuple[pytest.Mar
         )
         for cause in CAUSES
         for flags in SETTINGS
-        if flags.keeps_support or cause is not kept_sets
+        if flags.keeps_nucleus or cause is not kept_sets
     ],
 )
 def test_the_cause_is_found_with_any_flags(
