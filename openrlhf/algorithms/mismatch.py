@@ -55,7 +55,7 @@ GAPS = ("abs_diff_mean", "abs_diff_p99", "abs_diff_max")
 """Statistics of |log r|, in nats."""
 
 
-def fresh_gap(metrics: Metrics) -> dict[str, float]:
+def fresh_mismatch(metrics: Metrics) -> dict[str, float]:
     """Returns the statistics `GAPS` of fresh samples, by metric name. Empty if the step has no fresh samples
     or the policy's log-probs were not computed."""
     names = [f"mismatch/fresh_{name}" for name in GAPS]
@@ -123,7 +123,7 @@ def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int)
     `dtype`: fp32, fp16 or bf16. `limit`: largest mean of |log r| in nats; None: the default `STOP_ABOVE`.
     """
     most = STOP_ABOVE[dtype] if limit is None else limit
-    for name, value in fresh_gap(metrics).items():
+    for name, value in fresh_mismatch(metrics).items():
         allowed = most * _limit_factor(name)
         if not name.endswith("_max") and not value <= allowed:  # true for NaN, too
             text = (
@@ -150,11 +150,11 @@ class MismatchWatch:
 
     def check(self, metrics: Metrics) -> list[str]:
         """Returns a message for each statistic that newly exceeds its limit in this step."""
-        gap = fresh_gap(metrics) | ({PROBE: metrics[PROBE]} if PROBE in metrics else {})
-        above = {name for name, value in gap.items() if not value <= self._limit(name)}
-        messages = [self._message(name, gap[name]) for name in sorted(above - self.reported)]
-        self.reported = (self.reported - gap.keys()) | above
-        for name, value in gap.items():
+        mismatch = fresh_mismatch(metrics) | ({PROBE: metrics[PROBE]} if PROBE in metrics else {})
+        above = {name for name, value in mismatch.items() if not value <= self._limit(name)}
+        messages = [self._message(name, mismatch[name]) for name in sorted(above - self.reported)]
+        self.reported = (self.reported - mismatch.keys()) | above
+        for name, value in mismatch.items():
             if len(values := self.first.setdefault(name, [])) < NUM_FIRST:
                 values.append(value)
         return messages

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
-from openrlhf.algorithms.corrections.base import Correction, SamplerGap
+from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
 from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
 from openrlhf.algorithms.proximal.base import ProximalPolicy
 from openrlhf.errors import ErrorCode, UsageError
@@ -105,14 +105,14 @@ def _try_loss(loss: PolicyLoss, counts: Tensor) -> None:
 
 def _try_correction(correction: Correction, counts: Tensor) -> None:
     log_ratio = _numbers(int(counts.sum()))
-    gap = SamplerGap(
+    mismatch = SamplerMismatch(
         log_ratio=log_ratio,
         log_probs=2 * log_ratio,
         rollout_log_probs=log_ratio,
         counts=counts,
         bounds=(0.5, 5.0),
     )
-    _check_floats("the weights", correction(gap), len(log_ratio))
+    _check_floats("the weights", correction(mismatch), len(log_ratio))
 
 
 def _try_proximal(proximal: ProximalPolicy, num_actions: int) -> None:

@@ -11,7 +11,7 @@ Bounds = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SamplerGap:
+class SamplerMismatch:
     """The difference between sampler and proximal policy on the A actions of B sequences, as a correction
     sees it."""
 
@@ -43,8 +43,8 @@ class Correction(Selectable, ABC):
     """
 
     drops_sequences: ClassVar[bool] = False
-    """True if it reads `SamplerGap.sequence_bounds`."""
+    """True if it reads `SamplerMismatch.sequence_bounds`."""
 
     @abstractmethod
-    def __call__(self, gap: SamplerGap) -> Tensor:
+    def __call__(self, mismatch: SamplerMismatch) -> Tensor:
         """Returns the weights (A,)."""

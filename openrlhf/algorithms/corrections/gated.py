@@ -1,6 +1,6 @@
 from typing import Literal
 
-from openrlhf.algorithms.corrections.base import Correction, SamplerGap
+from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
 from openrlhf.algorithms.tensor import Tensor
 
 
@@ -25,26 +25,26 @@ class Gated(Correction):
     mode: Literal["mask", "clip"] = "mask"
     gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
 
-    def __call__(self, gap: SamplerGap) -> Tensor:
+    def __call__(self, mismatch: SamplerMismatch) -> Tensor:
         from openrlhf.algorithms.reductions import segment_mean, spread
 
-        ratio, (low, high) = gap.log_ratio.exp(), gap.bounds
+        ratio, (low, high) = mismatch.log_ratio.exp(), mismatch.bounds
         if self.mode == "clip":
             return ratio.clamp(low, high)
-        statistic = gap.log_ratio if self.gating == "ratio" else self._divergence(gap)
+        statistic = mismatch.log_ratio if self.gating == "ratio" else self._divergence(mismatch)
         if self.level == "seq":
-            statistic = spread(segment_mean(statistic, gap.counts), gap.counts, len(ratio))
+            statistic = spread(segment_mean(statistic, mismatch.counts), mismatch.counts, len(ratio))
         if self.gating == "ratio":
             statistic = statistic.exp()
         return ratio.masked_fill(~((low <= statistic) & (statistic <= high)), 0)
 
-    def _divergence(self, gap: SamplerGap) -> Tensor:
+    def _divergence(self, mismatch: SamplerMismatch) -> Tensor:
         """Returns the divergence at each action, (A,)."""
-        p, q = gap.rollout_log_probs.exp(), gap.log_probs.exp()
+        p, q = mismatch.rollout_log_probs.exp(), mismatch.log_probs.exp()
         if self.gating == "tv":
             return (p - q).abs()
         # expm1 keeps the probability of all other tokens where that of the sampled one rounds to 1
-        others_p, others_q = (-x.expm1() for x in (gap.rollout_log_probs, gap.log_probs))
+        others_p, others_q = (-x.expm1() for x in (mismatch.rollout_log_probs, mismatch.log_probs))
         smallest = 1e-12  # a log-prob may round to 0
         others = others_p.clamp(min=smallest).log() - others_q.clamp(min=smallest).log()
-        return p * (gap.rollout_log_probs - gap.log_probs) + others_p * others
+        return p * (mismatch.rollout_log_probs - mismatch.log_probs) + others_p * others

@@ -1,4 +1,4 @@
-from openrlhf.algorithms.corrections.base import Correction, SamplerGap
+from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
 from openrlhf.algorithms.tensor import Tensor
 
 
@@ -13,6 +13,6 @@ class IcePop(Correction):
 
     name = "icepop"
 
-    def __call__(self, gap: SamplerGap) -> Tensor:
-        ratio, (low, high) = gap.log_ratio.exp(), gap.bounds
+    def __call__(self, mismatch: SamplerMismatch) -> Tensor:
+        ratio, (low, high) = mismatch.log_ratio.exp(), mismatch.bounds
         return ratio.masked_fill(~((low <= ratio) & (ratio <= high)), 0)

@@ -1,4 +1,4 @@
-from openrlhf.algorithms.corrections.base import SamplerGap
+from openrlhf.algorithms.corrections.base import SamplerMismatch
 from openrlhf.algorithms.corrections.tis import TIS
 from openrlhf.algorithms.reductions import segment_mean, spread
 from openrlhf.algorithms.tensor import Tensor
@@ -16,8 +16,10 @@ class SeqMaskTIS(TIS):
     name = "seq-mask-tis"
     drops_sequences = True
 
-    def __call__(self, gap: SamplerGap) -> Tensor:
-        lowest, highest = gap.sequence_bounds or gap.bounds
-        geometric_mean = segment_mean(gap.log_ratio, gap.counts).exp()
+    def __call__(self, mismatch: SamplerMismatch) -> Tensor:
+        lowest, highest = mismatch.sequence_bounds or mismatch.bounds
+        geometric_mean = segment_mean(mismatch.log_ratio, mismatch.counts).exp()
         kept = (lowest <= geometric_mean) & (geometric_mean <= highest)
-        return super().__call__(gap).masked_fill(~spread(kept, gap.counts, len(gap.log_ratio)), 0)
+        return (
+            super().__call__(mismatch).masked_fill(~spread(kept, mismatch.counts, len(mismatch.log_ratio)), 0)
+        )

@@ -1,4 +1,4 @@
-from openrlhf.algorithms.corrections.base import Correction, SamplerGap
+from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
 from openrlhf.algorithms.tensor import Tensor
 
 
@@ -13,5 +13,5 @@ class TIS(Correction):
 
     name = "tis"
 
-    def __call__(self, gap: SamplerGap) -> Tensor:
-        return gap.log_ratio.exp().clamp(*gap.bounds)
+    def __call__(self, mismatch: SamplerMismatch) -> Tensor:
+        return mismatch.log_ratio.exp().clamp(*mismatch.bounds)

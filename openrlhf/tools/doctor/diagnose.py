@@ -11,8 +11,8 @@ from rich.text import Text
 
 from openrlhf.api import counted
 from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.gap import gap_findings
 from openrlhf.tools.doctor.memory import memory_findings
+from openrlhf.tools.doctor.mismatch import mismatch_findings
 from openrlhf.tools.doctor.policy import policy_findings, warning_findings
 from openrlhf.tools.doctor.record import RunRecord
 from openrlhf.tools.doctor.rewards import reward_findings
@@ -44,8 +44,9 @@ WIDTH = 110
 
 
 def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
-    """Returns causes of a run's problems, the surest first, slowness last. `model`: as in `gap_findings`."""
-    found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
+    """Returns causes of a run's problems, the surest first, slowness last. `model`: as in
+    `mismatch_findings`."""
+    found = [*mismatch_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     causes = {finding.cause.partition(":")[0] for finding in found}
     if "destroyed-model" in causes:
         explained = {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}

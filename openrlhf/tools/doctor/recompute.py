@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.api import CHECKPOINT_COPY as COPY
 from openrlhf.api import transformed_logits
-from openrlhf.tools.doctor.gap_rows import GapRow
+from openrlhf.tools.doctor.mismatch_rows import MismatchRow
 from openrlhf.tools.reference.outputs import chosen, distribution
 
 MOST_LOGITS = 10**8
@@ -42,7 +42,7 @@ class Recomputed:
         return cls(model.eval(), path)
 
     @torch.no_grad()
-    def hidden(self, rows: Sequence[GapRow], token_ids: Sequence[np.ndarray] | None = None) -> Tensor:
+    def hidden(self, rows: Sequence[MismatchRow], token_ids: Sequence[np.ndarray] | None = None) -> Tensor:
         """Returns the inputs of the head from which the actions of all rows are predicted, (A, H). Sequences
         of equal length are one batch. `token_ids`: tokens to use instead of those of the rows, which must end
         with the same answers."""
@@ -74,7 +74,7 @@ class Recomputed:
         """Applies the model's scale and softcap to the outputs of its head, (A, V)."""
         return transformed_logits(logits.float(), self.model.config)
 
-    def all_logits(self, rows: Sequence[GapRow]) -> Tensor:
+    def all_logits(self, rows: Sequence[MismatchRow]) -> Tensor:
         return self.logits(self.hidden(rows))
 
     @property
@@ -94,7 +94,7 @@ class Recomputed:
         return [m for m in self.model.modules() if hasattr(m, "top_k") and hasattr(m, "weight")]
 
 
-def targets_of(rows: Sequence[GapRow]) -> Tensor:
+def targets_of(rows: Sequence[MismatchRow]) -> Tensor:
     """Returns the actions of all rows, (A,)."""
     return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in rows])).long()
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import CORRECTIONS
-from openrlhf.algorithms.corrections.base import Correction, SamplerGap
+from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
 from openrlhf.algorithms.kl import approx_kl, unbiased_gradient
 from openrlhf.algorithms.log_ratio import LOG_RATIOS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
@@ -177,7 +177,7 @@ class PolicyObjective:
         Each comes with the names of two metrics: its mean, and the fraction of actions with weight 0."""
         counts = batch.row.num_actions
         if self.correction is not None:
-            gap = SamplerGap(
+            mismatch = SamplerMismatch(
                 log_ratio=LOG_RATIOS[ratio](proximal, batch.rollout_log_probs, counts),
                 counts=counts,
                 log_probs=proximal,
@@ -189,7 +189,7 @@ class PolicyObjective:
             correct = self.correction
             if not isinstance(correct, Correction):
                 correct = CORRECTIONS[correct].of(self.options)
-            yield IS_METRICS, correct(gap)
+            yield IS_METRICS, correct(mismatch)
         if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
             yield (
                 STALENESS_METRICS,

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import CORRECTIONS
-from openrlhf.algorithms.corrections.base import Bounds, Correction, SamplerGap
+from openrlhf.algorithms.corrections.base import Bounds, Correction, SamplerMismatch
 from openrlhf.algorithms.corrections.gated import Gated
 from openrlhf.algorithms.log_ratio import token_log_ratio
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
@@ -24,7 +24,7 @@ def correct(
     sampler: Tensor | None = None,
 ) -> Tensor:
     rollout = torch.full_like(log_ratio, -1.0) if sampler is None else sampler
-    gap = SamplerGap(
+    gap = SamplerMismatch(
         log_ratio=log_ratio,
         log_probs=rollout + log_ratio,
         rollout_log_probs=rollout,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from openrlhf.algorithms.mismatch import MismatchWatch, check_mismatch, fresh_gap, mismatch_metrics
+from openrlhf.algorithms.mismatch import MismatchWatch, check_mismatch, fresh_mismatch, mismatch_metrics
 from openrlhf.errors import ErrorCode
 
 NOW, SAMPLER = torch.full((5,), -1.0), torch.tensor([-1.0, -1, -2, -3, -3])
@@ -93,7 +93,7 @@ def test_a_sequence_is_fresh_where_all_of_it_is():
     staleness = torch.tensor([0, 0, 0, 1, 0], dtype=torch.int32)
     sampler = NOW - torch.tensor([0.0, 0.1, 3, 3, 0.5])
     metrics = mismatch_metrics(NOW, sampler, staleness, torch.tensor([2, 2, 1]))
-    assert fresh_gap(metrics | {"rollout/staleness_max": 1.0}) == pytest.approx(
+    assert fresh_mismatch(metrics | {"rollout/staleness_max": 1.0}) == pytest.approx(
         {
             "mismatch/fresh_abs_diff_mean": 0.2,
             "mismatch/fresh_abs_diff_p99": 0.5,
@@ -105,11 +105,11 @@ def test_a_sequence_is_fresh_where_all_of_it_is():
 def test_what_is_known_of_fresh_samples():
     """If all samples are fresh their mismatch is that of the whole step; if none is, there is no figure."""
     metrics = mismatch_metrics(NOW, SAMPLER)
-    all_fresh = fresh_gap(metrics | {"rollout/staleness_max": 0.0})
+    all_fresh = fresh_mismatch(metrics | {"rollout/staleness_max": 0.0})
     assert all_fresh == {name: metrics[name] for name in metrics if "abs_diff" in name}
     old = mismatch_metrics(NOW, SAMPLER, torch.ones(5, dtype=torch.int32), torch.tensor([5]))
-    assert fresh_gap(old | {"rollout/staleness_max": 1.0}) == {}
-    assert fresh_gap({"rollout/staleness_max": 0.0}) == {}
+    assert fresh_mismatch(old | {"rollout/staleness_max": 1.0}) == {}
+    assert fresh_mismatch({"rollout/staleness_max": 0.0}) == {}
 
 
 def gap(mean: float, p99: float = 0.0, largest: float = 0.0) -> dict[str, float]:

@@ -13,7 +13,7 @@ from records import row_view, step_view
 from openrlhf.algorithms import kl
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
-from openrlhf.algorithms.corrections.base import SamplerGap
+from openrlhf.algorithms.corrections.base import SamplerMismatch
 from openrlhf.algorithms.log_ratio import LOG_RATIOS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
@@ -67,7 +67,7 @@ def test_an_estimate_with_a_gradient_pulls_towards_the_reference(name):
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_bounds_of_sequences_are_read_where_it_says_so(name):
-    gap = SamplerGap(
+    gap = SamplerMismatch(
         log_ratio=torch.tensor([1.2, 1.2]).log(),
         log_probs=torch.tensor([1.2, 1.2]).log() - 1,
         rollout_log_probs=-torch.ones(2),

@@ -17,7 +17,7 @@ from openrlhf.observability.journal import journal_steps, read_journal
 from openrlhf.observability.lock import LOCK
 from openrlhf.tools.demo import demo
 from openrlhf.tools.doctor import doctor
-from openrlhf.tools.doctor.gap_rows import signs_of
+from openrlhf.tools.doctor.mismatch_rows import signs_of
 from openrlhf.tools.replay.recorded import RecordedRun
 from openrlhf.tools.view import rollouts, view, watch
 from openrlhf.tools.view.flags import rollouts_parser

@@ -1,5 +1,5 @@
-"""Reads sequences with the log-probs of sampler and trainer, and computes statistics of their gap that hint
-at its cause."""
+"""Reads sequences with the log-probs of sampler and trainer, and computes statistics of their mismatch that
+hint at its cause."""
 
 import math
 from collections import defaultdict
@@ -21,7 +21,7 @@ FIRST = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GapRow:
+class MismatchRow:
     """A sequence with the log-probs of its L tokens' A actions on both sides."""
 
     token_ids: np.ndarray
@@ -48,29 +48,30 @@ class GapRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gap:
-    """The gap of a run, computed from its rollouts."""
+class Mismatch:
+    """The mismatch of a run, computed from its rollouts."""
 
     run: RunRecord
     course: Mapping[int, float]
     """Step -> mean of |log r|, for the steps that were read."""
-    rows: Mapping[int, list[GapRow]]
+    rows: Mapping[int, list[MismatchRow]]
     """Step -> sequences of the current weights."""
     noise: float
-    """Mean of |log r| up to which rounding explains a gap."""
+    """Mean of |log r| up to which rounding explains a mismatch."""
 
     @property
     def above(self) -> list[int]:
-        """Steps with a gap that rounding does not explain."""
+        """Steps with a mismatch that rounding does not explain."""
         return [step for step, value in self.course.items() if value > self.noise]
 
     @property
     def from_start(self) -> bool:
-        """True if the first step has the gap, so that no weight sync between steps can have caused it."""
+        """True if the first step has the mismatch, so that no weight sync between steps can have caused
+        it."""
         return bool(self.above) and self.above[0] == min(self.course)
 
 
-def rows_of(path: Path) -> list[GapRow]:
+def rows_of(path: Path) -> list[MismatchRow]:
     """Reads the sequences of a step that have actions and the log-probs of both sides, without images."""
     columns = [
         *("token_ids", "action_ranges", "weight_versions", "rollout_log_probs", "log_probs"),
@@ -81,17 +82,17 @@ def rows_of(path: Path) -> list[GapRow]:
         return [_row(row) for row in table if row["log_probs"] and not row.get("images")]
 
 
-def fresh(rows: Sequence[GapRow]) -> list[GapRow]:
+def fresh(rows: Sequence[MismatchRow]) -> list[MismatchRow]:
     """Returns the rows of the newest weight version. Rows of older ones differ from the trainer anyway."""
     newest = max((row.version for row in rows), default=0)
     return [row for row in rows if row.version == newest]
 
 
-def _row(row: dict) -> GapRow:
+def _row(row: dict) -> MismatchRow:
     spans = [np.arange(span["start"], span["end"]) for span in row["action_ranges"]]
     actions = np.concatenate(spans)
     inside = actions < max(MOST_TOKENS, actions[0] + FIRST)
-    return GapRow(
+    return MismatchRow(
         token_ids=np.array(row["token_ids"])[: actions[inside][-1] + 1],
         actions=actions[inside],
         sampler=np.array(row["rollout_log_probs"], float)[inside],
@@ -111,7 +112,7 @@ class Signs:
     bias: float
     """Mean of d divided by `size`: from -1 to 1; 1 if the trainer's log-probs are always higher."""
     quiet: float
-    """Median of |d| divided by `size`: near 0 if few actions make up the gap, else 0.5 to 1."""
+    """Median of |d| divided by `size`: near 0 if few actions make up the mismatch, else 0.5 to 1."""
     curve: float
     """Fraction of the variance of d that a cubic function of the sampler's log-prob explains."""
     growth: float
@@ -123,7 +124,7 @@ class Signs:
     actions."""
 
 
-def signs_of(rows: Sequence[GapRow]) -> Signs:
+def signs_of(rows: Sequence[MismatchRow]) -> Signs:
     d = np.concatenate([row.difference for row in rows])
     s = np.concatenate([row.sampler for row in rows])
     positions = np.concatenate([row.actions for row in rows])
@@ -159,7 +160,7 @@ def _explained(x: np.ndarray, y: np.ndarray) -> float:
     return float(1 - rest.var() / y.var())
 
 
-def _randomness(rows: Sequence[GapRow]) -> float:
+def _randomness(rows: Sequence[MismatchRow]) -> float:
     """Returns the mean absolute deviation of the sampler's or the trainer's log-probs, whichever is larger,
     among equal actions after equal tokens; NaN without any."""
     groups: dict[tuple, list[tuple[float, float]]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""The twelve causes of a gap between sampler and trainer: each is injected into the sampler of a tiny model,
-and `openrlhf doctor` must name it first."""
+"""The twelve causes of a mismatch between sampler and trainer: each is injected into the sampler of a tiny
+model, and `openrlhf doctor` must name it first."""
 
 import math
 import shutil
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
-from openrlhf.tools.doctor import gap, gap_causes
+from openrlhf.tools.doctor import mismatch, mismatch_causes
 from openrlhf.tools.doctor.diagnose import diagnose
 from openrlhf.tools.doctor.recompute import find_nucleus, hooked
 from openrlhf.tools.doctor.record import RunRecord
@@ -342,7 +342,7 @@ def test_the_cause_is_found_with_any_flags(
     cause: Callable[[Folders], Case], flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Causes that are only noise are guessed, so it is enough that no other one is called certain."""
-    monkeypatch.setattr(gap_causes, "ROWS", 8)
+    monkeypatch.setattr(mismatch_causes, "ROWS", 8)
     found = [
         finding
         for finding in diagnose(RunRecord.of(build(tmp_path, cause, flags, samples=2)))
@@ -356,9 +356,9 @@ def test_the_cause_is_found_with_any_flags(
 def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is gone between the look into the folder and the reading of its files."""
     run = RunRecord.of(build(tmp_path, stale_weights))
-    measured = gap.gap_of(run)
+    measured = mismatch.measure_mismatch(run)
     assert measured is not None
-    listed = gap_causes.checkpoints_of
+    listed = mismatch_causes.checkpoints_of
 
     def deleted(folder: Path) -> dict[int, str]:
         found = listed(folder)
@@ -366,18 +366,18 @@ def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch:
             shutil.rmtree(path)
         return found
 
-    monkeypatch.setattr(gap_causes, "checkpoints_of", deleted)
-    examined, _ = gap_causes.examine(measured, None, deadline=math.inf)
+    monkeypatch.setattr(mismatch_causes, "checkpoints_of", deleted)
+    examined, _ = mismatch_causes.examine(measured, None, deadline=math.inf)
     assert examined is not None
     assert examined.policy.path == examined.first and not examined.is_trainers
     missing = replace(examined, others={0: str(tmp_path / "gone"), 1: examined.first})
-    assert [version for version, _ in gap_causes._others(missing)] == [1]
+    assert [version for version, _ in mismatch_causes._others(missing)] == [1]
 
 
 def test_after_the_deadline_the_rollouts_alone_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gap, "BUDGET", 0.0)
+    monkeypatch.setattr(mismatch, "BUDGET", 0.0)
     found = diagnose(RunRecord.of(build(tmp_path, temperature)))
     assert found and all(finding.confidence != "certain" for finding in found)
     assert any("the time limit for recomputing log-probs was reached" in text for text in found[0].evidence)
@@ -385,12 +385,12 @@ def test_after_the_deadline_the_rollouts_alone_decide(
 
 def test_a_search_that_ends_early_leaves_the_routers_as_they_were(tmp_path: Path) -> None:
     run = RunRecord.of(build(tmp_path, routing))
-    measured = gap.gap_of(run)
+    measured = mismatch.measure_mismatch(run)
     assert measured is not None
-    examined, _ = gap_causes.examine(measured, None, deadline=0.0)
+    examined, _ = mismatch_causes.examine(measured, None, deadline=0.0)
     assert examined is not None
     before = [router.top_k for router in examined.policy.routers]
-    for text, _ in gap_causes._routing(examined):
+    for text, _ in mismatch_causes._routing(examined):
         if "experts" in text:
             break
     assert [router.top_k for router in examined.policy.routers] == before

@@ -1,6 +1,6 @@
-"""Finds the cause of a gap: recomputes log-probs under each hypothesis, and ranks hypotheses by the fraction
-of the gap that they explain. Without the model, or if none explains the gap, statistics of the rollouts
-decide."""
+"""Finds the cause of a mismatch: recomputes log-probs under each hypothesis, and ranks hypotheses by the
+fraction of the mismatch that they explain. Without the model, or if none explains the mismatch, statistics of
+the rollouts decide."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openrlhf.api import not_none
 from openrlhf.tools.doctor.finding import CERTAIN, LIKELY
-from openrlhf.tools.doctor.gap_rows import Gap, GapRow, Signs, signs_of
+from openrlhf.tools.doctor.mismatch_rows import Mismatch, MismatchRow, Signs, signs_of
 from openrlhf.tools.doctor.recompute import (
     MOST_LOGITS,
     Recomputed,
@@ -32,7 +32,7 @@ from openrlhf.tools.doctor.record import RunRecord
 ROWS, ACTIONS, TOKENS = 24, 2048, 4096
 """Maximum numbers of sequences, actions and tokens that are recomputed."""
 EXACT = 0.1
-"""Maximum fraction of the gap that a hypothesis may leave unexplained to count as the explanation."""
+"""Maximum fraction of the mismatch that a hypothesis may leave unexplained to count as the explanation."""
 NEGLIGIBLE = 0.1
 """Maximum score of a cause that is not mentioned."""
 TEMPERATURES = (*map(float, np.geomspace(0.25, 3.0, 26).round(3)), 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -48,7 +48,7 @@ ROUTER_NOISE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A possible cause of a gap."""
+    """A possible cause of a mismatch."""
 
     name: str
     score: float
@@ -59,9 +59,9 @@ class Cause:
 class Examined:
     """The sequences of a step, a model, and the log-probs that both sides should have."""
 
-    gap: Gap
+    mismatch: Mismatch
     step: int
-    rows: Sequence[GapRow]
+    rows: Sequence[MismatchRow]
     policy: Recomputed
     others: dict[int, str]
     """Weight version -> model, for versions before that of `policy`."""
@@ -74,7 +74,7 @@ class Examined:
 
     @property
     def run(self) -> RunRecord:
-        return self.gap.run
+        return self.mismatch.run
 
     @cached_property
     def targets(self) -> Tensor:
@@ -147,7 +147,8 @@ class Examined:
         return float(np.abs(self.trainer - self.sampler).mean())
 
     def left(self, cases: np.ndarray) -> float:
-        """Returns the fraction of the gap that remains if both sides are as in one of `cases`, (N, 2, A)."""
+        """Returns the fraction of the mismatch that remains if both sides are as in one of `cases`, (N, 2,
+        A)."""
         far = np.abs(np.array([self.sampler, self.trainer]) - cases)
         return float(far.mean(-1).sum(-1).min()) / self.size
 
@@ -164,11 +165,11 @@ Variants = Iterator[tuple[str, np.ndarray]]
 """(description, log-probs of both sides in each case, (N, 2, A)) of each variant of a hypothesis."""
 
 
-def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
+def explain(mismatch: Mismatch, model: Path | None, deadline: float) -> list[Cause]:
     """Returns at most three causes, the likeliest first. `deadline`: value of time.monotonic() after which no
     more models are loaded."""
-    signs = signs_of(gap.rows[gap.above[0]])
-    examined, problem = examine(gap, model, deadline)
+    signs = signs_of(mismatch.rows[mismatch.above[0]])
+    examined, problem = examine(mismatch, model, deadline)
     found: list[Cause] = []
     if examined is not None:
         signs = signs_of(examined.rows)
@@ -183,7 +184,7 @@ def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
             if is_late
             else "no hypothesis that can be recomputed explains the gap"
         )
-        found += _of_signs(gap, signs, has_experts=bool(examined and examined.policy.routers), note=note)
+        found += _of_signs(mismatch, signs, has_experts=bool(examined and examined.policy.routers), note=note)
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.score):
         best.setdefault(cause.name, cause)
@@ -200,30 +201,30 @@ def _of_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
     yield from _of_noise(examined, signs)
 
 
-def examine(gap: Gap, model: Path | None, deadline: float) -> tuple[Examined | None, str]:
-    """Loads the weights for the first step with a gap that has a checkpoint of them, or else an earlier
-    version for the first step with a gap. Returns (None, reason) if they cannot be loaded."""
-    run = gap.run
+def examine(mismatch: Mismatch, model: Path | None, deadline: float) -> tuple[Examined | None, str]:
+    """Loads the weights for the first step with a mismatch that has a checkpoint of them, or else an earlier
+    version for the first step with a mismatch. Returns (None, reason) if they cannot be loaded."""
+    run = mismatch.run
     output = Path(str(run.flag("ckpt.output_dir", "")))
     folder = Path(str(run.flag("ckpt.path", "") or output / "checkpoints"))
     first = str(model or run.flag("actor.model_name_or_path", ""))
     weights = {0: first} | checkpoints_of(folder) | checkpoints_of(folder / "_actor")
     try:
-        step, version, policy = _load(gap, weights)
+        step, version, policy = _load(mismatch, weights)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         return None, f"the model {first!r} cannot be loaded ({reason}); name its folder by --model"
-    rows = _few(gap.rows[step], policy.vocabulary)
+    rows = _few(mismatch.rows[step], policy.vocabulary)
     others = {v: path for v, path in weights.items() if v < version}
-    return Examined(gap, step, rows, policy, others, first, version == step - 1, deadline), ""
+    return Examined(mismatch, step, rows, policy, others, first, version == step - 1, deadline), ""
 
 
-def _load(gap: Gap, weights: dict[int, str]) -> tuple[int, int, Recomputed]:
-    """Returns the first step with a gap whose weights are at hand, their version and the model. Removes from
-    `weights` copies of checkpoints that cannot be loaded: a live run may have deleted them. Raises OSError or
-    ValueError if the first model cannot be loaded."""
+def _load(mismatch: Mismatch, weights: dict[int, str]) -> tuple[int, int, Recomputed]:
+    """Returns the first step with a mismatch whose weights are at hand, their version and the model. Removes
+    from `weights` copies of checkpoints that cannot be loaded: a live run may have deleted them. Raises
+    OSError or ValueError if the first model cannot be loaded."""
     while True:
-        step = next((step for step in gap.above if step - 1 in weights), gap.above[0])
+        step = next((step for step in mismatch.above if step - 1 in weights), mismatch.above[0])
         version = max(version for version in weights if version < step)
         try:
             return step, version, Recomputed.load(weights[version])
@@ -233,9 +234,9 @@ def _load(gap: Gap, weights: dict[int, str]) -> tuple[int, int, Recomputed]:
             del weights[version]
 
 
-def _few(rows: Sequence[GapRow], vocabulary: int) -> list[GapRow]:
+def _few(rows: Sequence[MismatchRow], vocabulary: int) -> list[MismatchRow]:
     """Returns as many of the first rows as the limits allow, at least one."""
-    found: list[GapRow] = []
+    found: list[MismatchRow] = []
     actions = tokens = 0
     for row in rows:
         actions, tokens = actions + len(row.actions), tokens + len(row.token_ids)
@@ -357,12 +358,12 @@ def _template(e: Examined) -> Variants:
         yield f"one side has the prompt {text}", e.either(e.policy.logits(e.policy.hidden(e.rows, changed)))
 
 
-def _after(row: GapRow, prompt: np.ndarray) -> np.ndarray:
+def _after(row: MismatchRow, prompt: np.ndarray) -> np.ndarray:
     """Returns the tokens of the row's answer after another prompt, if it has any."""
     return np.concatenate([prompt, row.token_ids[row.prompt_length :]]) if len(prompt) else row.token_ids
 
 
-def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[GapRow], Sequence[int]]]]:
+def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[MismatchRow], Sequence[int]]]]:
     """Yields (description, function from a row to its prompt's tokens) of prompts by wrong templates."""
     own = lambda row: row.token_ids[: row.prompt_length].tolist()
     for count in (1, 2, 3):
@@ -387,7 +388,7 @@ def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[GapRow], Sequence[int
     for system in ("", "You are a helpful assistant."):
         first = [{"role": "system", "content": system}] if system else []
 
-        def chat(row: GapRow, first: list = first) -> list[int]:
+        def chat(row: MismatchRow, first: list = first) -> list[int]:
             user = tokenizer.decode(plain(row))
             messages = [*first, {"role": "user", "content": user}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -493,7 +494,8 @@ def _same_text(e: Examined, token_ids: np.ndarray, text: str | None) -> bool:
 
 
 def _of_noise(e: Examined, signs: Signs) -> Iterator[Cause]:
-    """Yields dropout and routing, scored by how similar their noise is to the gap in size and by action."""
+    """Yields dropout and routing, scored by how similar their noise is to the mismatch in size and by
+    action."""
     if not e.is_trainers or not e.in_time:
         return
     if dropout := _spread(e, _with_dropout):
@@ -527,8 +529,8 @@ def _with_router_noise(e: Examined) -> Tensor:
 
 
 def _spread(e: Examined, draw: Callable[[Examined], Tensor]) -> tuple[float, float] | None:
-    """Returns the mean difference between random passes and the expected log-probs, as a multiple of the gap,
-    and its rank correlation with the gap by action. None if the passes are not random."""
+    """Returns the mean difference between random passes and the expected log-probs, as a multiple of the
+    mismatch, and its rank correlation with the mismatch by action. None if the passes are not random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         draws = [np.abs(e.either(draw(e))[0, 0] - e.expected[0]) for _ in range(DRAWS)]
@@ -543,12 +545,12 @@ def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(x) > 2 else 0.0
 
 
-def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
+def _of_signs(mismatch: Mismatch, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
     """Scores causes by statistics of the rollouts alone. `note`: reason why no hypothesis decided."""
-    top_p, top_k = float(gap.run.flag("rollout.top_p", 1.0)), int(gap.run.flag("rollout.top_k", -1))
+    top_p, top_k = float(mismatch.run.flag("rollout.top_p", 1.0)), int(mismatch.run.flag("rollout.top_k", -1))
     has_nucleus = top_p < 1 or top_k > 0
-    keeps_nucleus = has_nucleus and int(gap.run.flag("rollout.max_kept_tokens", 32)) > 0
-    lora = int(gap.run.flag("ds.lora.rank", 0) or 0) > 0
+    keeps_nucleus = has_nucleus and int(mismatch.run.flag("rollout.max_kept_tokens", 32)) > 0
+    lora = int(mismatch.run.flag("ds.lora.rank", 0) or 0) > 0
     random = not np.isnan(signs.random) and signs.random > 0.1
     text = (
         f"{note}; signs: bias {signs.bias:+.2f}, median/mean {signs.quiet:.2f}, {signs.curve:.0%} a function "
@@ -559,14 +561,14 @@ def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[C
         "temperature": 0.55 * (signs.curve > 0.5) * (abs(signs.bias) < 0.95),
         "top-p": 0.6 * has_nucleus * (abs(signs.bias) > 0.95),
         "kept-sets": 0.5 * keeps_nucleus * (abs(signs.bias) <= 0.95),
-        "rope": 0.5 * (signs.growth > 1.6) * gap.from_start,
-        "template": 0.5 * (signs.onset > 2) * gap.from_start,
-        "head-precision": 0.45 * (abs(signs.bias) < 0.3) * (signs.size < 0.03) * gap.from_start,
+        "rope": 0.5 * (signs.growth > 1.6) * mismatch.from_start,
+        "template": 0.5 * (signs.onset > 2) * mismatch.from_start,
+        "head-precision": 0.45 * (abs(signs.bias) < 0.3) * (signs.size < 0.03) * mismatch.from_start,
         "routing": has_experts * (0.7 if random or signs.quiet < 0.35 else 0.4),
         "dropout": 0.65 * random * (0.6 if has_experts else 1),
-        "adapter": 0.58 * lora * (not gap.from_start) * (not random),
-        "stale-weights": 0.5 * (not gap.from_start) * (not random),
-        "weight-chunk": (0.3 if gap.from_start else 0.55) * (not random),
-        "tokenizer": 0.4 * (signs.size > 1) * gap.from_start,
+        "adapter": 0.58 * lora * (not mismatch.from_start) * (not random),
+        "stale-weights": 0.5 * (not mismatch.from_start) * (not random),
+        "weight-chunk": (0.3 if mismatch.from_start else 0.55) * (not random),
+        "tokenizer": 0.4 * (signs.size > 1) * mismatch.from_start,
     }
     return [Cause(name, score, (text,)) for name, score in scores.items() if score > 0]

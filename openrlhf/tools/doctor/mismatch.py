@@ -1,4 +1,5 @@
-"""Finds a gap between the log-probs of sampler and trainer, the step at which it begins, and its causes."""
+"""Finds a mismatch between the log-probs of sampler and trainer, the step at which it begins, and its
+causes."""
 
 import time
 from collections.abc import Iterator
@@ -8,15 +9,15 @@ import numpy as np
 
 from openrlhf.api import evenly
 from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.gap_rows import Gap, fresh, rows_of
+from openrlhf.tools.doctor.mismatch_rows import Mismatch, fresh, rows_of
 from openrlhf.tools.doctor.record import RunRecord, Series
 
 NOISE = {"fp32": 3e-4, "fp16": 4e-3, "bf16": 2e-2}
-"""--ds.param_dtype -> mean of |log r|, in nats, up to which rounding explains a gap."""
+"""--ds.param_dtype -> mean of |log r|, in nats, up to which rounding explains a mismatch."""
 BUDGET = 90.0
 """Maximum seconds for loading models and recomputing log-probs."""
 EXAMINED = 9
-"""Approximate number of steps whose rollouts are read for the course of the gap."""
+"""Approximate number of steps whose rollouts are read for the course of the mismatch."""
 
 REMEDIES = {
     "temperature": "make sampler and trainer use one temperature: set only --rollout.temperature, and no "
@@ -41,7 +42,7 @@ REMEDIES = {
     "weight-chunk": "set --vllm.sync_check_steps 1, which names the wrong weight, and try "
     "--vllm.sync_with_ray",
 }
-"""Cause of a gap -> its remedy."""
+"""Cause of a mismatch -> its remedy."""
 
 TITLES = {
     "temperature": "sampler and trainer use different temperatures",
@@ -59,20 +60,20 @@ TITLES = {
 }
 
 
-def gap_series(run: RunRecord) -> Series:
+def mismatch_series(run: RunRecord) -> Series:
     """Returns the mean of |log r| at each step, over samples of the current weights if the run reports it."""
     fresh = run.series("mismatch/fresh_abs_diff_mean")
     return fresh if len(fresh) else run.series("mismatch/abs_diff_mean")
 
 
 def noise_of(run: RunRecord) -> float:
-    """Returns the mean of |log r| up to which rounding explains a gap."""
+    """Returns the mean of |log r| up to which rounding explains a mismatch."""
     return NOISE[str(run.flag("ds.param_dtype", "bf16"))]
 
 
-def gap_of(run: RunRecord) -> Gap | None:
-    """Computes the gap from rollouts of the first steps and of some later ones. Returns None if they have no
-    log-probs of the trainer."""
+def measure_mismatch(run: RunRecord) -> Mismatch | None:
+    """Computes the mismatch from rollouts of the first steps and of some later ones. Returns None if they
+    have no log-probs of the trainer."""
     steps = sorted(run.journal)
     chosen = sorted({*steps[:3], *evenly(steps, EXAMINED - 2)})
     rows = {step: fresh(rows_of(run.journal[step])) for step in chosen}
@@ -81,27 +82,28 @@ def gap_of(run: RunRecord) -> Gap | None:
         for step, found in rows.items()
         if found
     }
-    return Gap(run=run, course=course, rows=rows, noise=noise_of(run)) if course else None
+    return Mismatch(run=run, course=course, rows=rows, noise=noise_of(run)) if course else None
 
 
-def gap_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]:
-    """Yields the causes of a gap. `model`: folder of the weights that step 1 was sampled with; None:
+def mismatch_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]:
+    """Yields the causes of a mismatch. `model`: folder of the weights that step 1 was sampled with; None:
     `--actor.model_name_or_path`."""
-    gap, reported = gap_of(run), gap_series(run)
-    if gap is None:
+    mismatch, reported = measure_mismatch(run), mismatch_series(run)
+    if mismatch is None:
         if len(reported) and reported.last(5) > noise_of(run):
             yield _unexplained(reported, noise_of(run))
         return
-    if not gap.above:
+    if not mismatch.above:
         return
-    from openrlhf.tools.doctor.gap_causes import explain  # imports transformers
+    from openrlhf.tools.doctor.mismatch_causes import explain  # imports transformers
 
-    shown = ", ".join(f"{value:.2g} (step {step})" for step, value in list(gap.course.items())[:5])
+    shown = ", ".join(f"{value:.2g} (step {step})" for step, value in list(mismatch.course.items())[:5])
+    since = "from the first step on" if mismatch.from_start else f"since step {mismatch.above[0]}"
     evidence = (
-        f"mean |log r| is {shown} nats; rounding explains up to {gap.noise:g}",
-        f"the gap exists {'from the first step on' if gap.from_start else f'since step {gap.above[0]}'}",
+        f"mean |log r| is {shown} nats; rounding explains up to {mismatch.noise:g}",
+        f"the gap exists {since}",
     )
-    causes = explain(gap, model, deadline=time.monotonic() + BUDGET)
+    causes = explain(mismatch, model, deadline=time.monotonic() + BUDGET)
     for cause in causes:
         yield Finding(
             cause=f"gap: {cause.name}",
@@ -113,14 +115,14 @@ def gap_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]
         evidence = ()
 
 
-def _unexplained(gap: Series, noise: float) -> Finding:
-    above = gap.steps[gap.values > noise]
+def _unexplained(mismatch: Series, noise: float) -> Finding:
+    above = mismatch.steps[mismatch.values > noise]
     return Finding(
         cause="gap",
         title="gap between sampler and trainer",
         score=0.8,
         evidence=(
-            f"{gap.describe()}; rounding explains up to {noise:g} nats",
+            f"{mismatch.describe()}; rounding explains up to {noise:g} nats",
             f"the gap is larger since step {above[0]}; no rollouts have the log-probs of both sides",
         ),
         remedy="set --logger.rollouts full, because the cause can be found from rollouts. "
