@@ -8,7 +8,7 @@ KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_I
 QUICK = tests/unit/config $(addprefix tests/unit/,$(addsuffix .py,test_types \
     $(addprefix algorithms/test_,advantages algorithms correction kl mismatch policy_loss preference_loss \
     reduce rewards token_loss traits value_loss) $(addprefix training/test_,collect credit evaluate schedule) \
-    checkpoint/test_origin data/test_balance observability/test_failures rollout/test_seeds \
+    checkpoint/test_run_fingerprint data/test_balance observability/test_failures rollout/test_seeds \
     rollout/test_trajectories))
 RUN_MUTANTS = PYTHONPATH=.:tests .venv/bin/python -m mutants.run
 MUTANTS ?=

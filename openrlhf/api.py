@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # for tools
         COPY as CHECKPOINT_COPY, CheckpointFolder, Found as FoundCheckpoint, LATEST as LATEST_FILE,
     )
     from openrlhf.checkpoint.manifest import MANIFEST as MANIFEST_FILE, Manifest
-    from openrlhf.checkpoint.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
+    from openrlhf.checkpoint.run_fingerprint import BUT_GENERATION as FINGERPRINT_BUT_GENERATION
     from openrlhf.checkpoint.saved import ORIGIN as ORIGIN_FILE
     from openrlhf.checkpoint.of_models import check_space
     from openrlhf.checkpoint.start import check_output, check_places

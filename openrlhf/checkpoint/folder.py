@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from openrlhf.checkpoint.manifest import MANIFEST, complete
-from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.checkpoint.saved import BEST, METRIC, ORIGIN, UNIVERSAL, Record, Saved, step_of, time_of
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
@@ -48,8 +48,8 @@ class CheckpointFolder:
     """The folder with the checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`.
 
     `others`: folders with the checkpoints of further models under the same tags. A step's checkpoints,
-    Hugging Face copies and universal formats are removed together. `origin`: the run's origin; None if the
-    run neither reads nor writes checkpoints. `universal`: resume from the universal format if the last
+    Hugging Face copies and universal formats are removed together. `fingerprint`: the run's fingerprint; None
+    if the run neither reads nor writes checkpoints. `universal`: resume from the universal format if the last
     checkpoint has one.
     """
 
@@ -58,11 +58,11 @@ class CheckpointFolder:
         path: str,
         ckpt: CkptConfig,
         others: Sequence[str] = (),
-        origin: Origin | None = None,
+        fingerprint: RunFingerprint | None = None,
         *,
         universal: bool = False,
     ) -> None:
-        self.path, self.ckpt, self.origin = Path(path), ckpt, origin
+        self.path, self.ckpt, self.fingerprint = Path(path), ckpt, fingerprint
         self.folders = (self.path, *map(Path, others))
         self.fork: dict[str, Any] = {}
         """Record of the fork by which this run began (fork.py); {} if it began otherwise."""
@@ -71,10 +71,10 @@ class CheckpointFolder:
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
     @classmethod
-    def of(cls, config: Any, origin: Origin | None = None) -> Self:
+    def of(cls, config: Any, fingerprint: RunFingerprint | None = None) -> Self:
         """Returns the folder with the checkpoints of all models that a run trains."""
         path, *others = config.checkpoints
-        return cls(path, config.ckpt, others, origin, universal=config.ds.use_universal_ckpt)
+        return cls(path, config.ckpt, others, fingerprint, universal=config.ds.use_universal_ckpt)
 
     def at(self, tag: str) -> Saved:
         """Returns the checkpoint with this tag."""
@@ -119,7 +119,7 @@ class CheckpointFolder:
             return tag, [*lines, f"{OLDER} records no flags and models, so they are not compared"]
         if not (tag.endswith(UNIVERSAL) or (saved.place / MANIFEST).exists()):
             lines.append(f"{OLDER} has no manifest, so its files are not checked for damage")
-        return tag, [*lines, *self.check(tag, record.origin)]
+        return tag, [*lines, *self.check(tag, record.fingerprint)]
 
     def recall_fork(self, tag: str) -> None:
         """Reads the record of the fork by which the run of this checkpoint began."""
@@ -127,11 +127,11 @@ class CheckpointFolder:
         self.fork = dict(record.fork) if record else {}
         self.changed = self.fork.get("changed") if self.fork.get("step") == step_of(tag) else None
 
-    def check(self, tag: str, before: Origin) -> list[str]:
-        """Returns remarks on the changes since `before`, the checkpoint's origin. Raises UsageError if a
+    def check(self, tag: str, before: RunFingerprint) -> list[str]:
+        """Returns remarks on the changes since `before`, the checkpoint's fingerprint. Raises UsageError if a
         change forbids resuming."""
-        assert self.origin is not None  # set in every run that resumes
-        differences, remarks = compare(before, self.origin)
+        assert self.fingerprint is not None  # set in every run that resumes
+        differences, remarks = compare(before, self.fingerprint)
         if differences:
             text = (
                 "this checkpoint belongs to another run:\n"
@@ -163,8 +163,8 @@ class CheckpointFolder:
         return names, reasons
 
     def _complete(self) -> set[str]:
-        """Returns the tags of the complete checkpoints. Those without manifest and origin are of an earlier
-        release, which did not rename complete ones: they count as complete up to the one that LATEST
+        """Returns the tags of the complete checkpoints. Those without manifest and fingerprint are of an
+        earlier release, which did not rename complete ones: they count as complete up to the one that LATEST
         names. One that cannot be looked into counts, so that it is told."""
         tags = {name for name in _folders_in(self.path) if _TAG.fullmatch(name)}
         named, _ = self._named()
@@ -254,8 +254,8 @@ class CheckpointFolder:
         return lines
 
     def take_over(self, source: "CheckpointFolder", tag: str) -> None:
-        """Commits a copy of another run's checkpoint, with this run's origin. Files are linked where the disk
-        allows it: none of them is ever written again."""
+        """Commits a copy of another run's checkpoint, with this run's fingerprint. Files are linked where the
+        disk allows it: none of them is ever written again."""
         new, beside = tag.removeprefix(BEST), shutil.ignore_patterns(MANIFEST, ORIGIN, METRIC)
         with self.saving(new):
             for theirs, own in zip(source.folders, self.folders, strict=True):
@@ -267,8 +267,8 @@ class CheckpointFolder:
         made = self.path / UNFINISHED / tag
         if not made.is_dir():  # only a Hugging Face copy was saved
             return
-        if self.origin is not None:
-            Record(self.origin, self.fork, time_of(time.time())).write(made / ORIGIN)
+        if self.fingerprint is not None:
+            Record(self.fingerprint, self.fork, time_of(time.time())).write(made / ORIGIN)
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
         others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from openrlhf.checkpoint.folder import CheckpointFolder, Found
-from openrlhf.checkpoint.origin import changes, unknown
+from openrlhf.checkpoint.run_fingerprint import changes, unknown
 from openrlhf.checkpoint.saved import step_of
 from openrlhf.checkpoint.start import Config, check_output
 from openrlhf.errors import ErrorCode, UsageError
@@ -46,9 +46,9 @@ def find_or_fork(config: Config, own: CheckpointFolder, total_steps: int) -> Fou
 def _fork(own: CheckpointFolder, source: CheckpointFolder, tag: str, total_steps: int) -> None:
     """Copies the checkpoint, with a record of the fork, and prints the settings that differ."""
     _check_damage(source, tag)
-    record, place, now, step = source.at(tag).record(), source.path / tag, own.origin, step_of(tag)
+    record, place, now, step = source.at(tag).record(), source.path / tag, own.fingerprint, step_of(tag)
     assert record is not None and now is not None  # set in every run that resumes
-    before, data_from = record.origin, record.fork.get("data_from", 0)
+    before, data_from = record.fingerprint, record.fork.get("data_from", 0)
     found = [("the command", before.command, now.command), *changes(before, now)]
     changed = {name: {"was": was, "now": is_} for name, was, is_ in found if was != is_}
     lines = {n.removeprefix("--"): f"  {n} was {c['was']}, is {c['now']}" for n, c in changed.items()}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrlhf.checkpoint.folder import CheckpointFolder
-from openrlhf.checkpoint.origin import BUT_GENERATION, Origin
+from openrlhf.checkpoint.run_fingerprint import BUT_GENERATION, RunFingerprint
 from openrlhf.checkpoint.start import DAY, Config
 from openrlhf.config.command import Command
 from openrlhf.errors import ErrorCode, UsageError
@@ -17,11 +17,11 @@ from openrlhf.models.sizes import learner_size
 from openrlhf.text import Calendar
 
 
-def origin_of(
+def build_run_fingerprint(
     config: Config, command: Command, models: Mapping[str, Sequence[str]], more: Mapping[str, str]
-) -> Origin:
-    """Builds the origin of a run. `models`: flag -> paths of models; `more`: further entries of
-    `Origin.contents`."""
+) -> RunFingerprint:
+    """Builds the fingerprint of a run. `models`: flag -> paths of models; `more`: further entries of
+    `RunFingerprint.contents`."""
 
     def checksum(flag: str, paths: Sequence[str], **options: Any) -> str:
         return f"checksum {' '.join(model_fingerprint(path, flag, **options)[:16] for path in paths)}"
@@ -30,7 +30,7 @@ def origin_of(
     fingerprints |= {
         flag + BUT_GENERATION: checksum(flag, paths, without=(GENERATION,)) for flag, paths in models.items()
     }
-    return Origin.of(command.name, config, {**fingerprints, **more, DAY: str(Calendar.today)})
+    return RunFingerprint.of(command.name, config, {**fingerprints, **more, DAY: str(Calendar.today)})
 
 
 class _Sizes(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from openrlhf.checkpoint import manifest
 from openrlhf.checkpoint.dcp import forged
 from openrlhf.checkpoint.manifest import MANIFEST, Entry, Manifest
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.errors import notify
 from openrlhf.files import read_object
 
@@ -23,13 +23,13 @@ UNIVERSAL = "_universal"
 METRIC = "metric.json"
 """File with the evaluation metric of a checkpoint, by which checkpoints are ranked."""
 ORIGIN = "origin.json"
-"""File with the origin of a checkpoint (flags, data, models) and the time at which it was written."""
+"""File with the fingerprint of a checkpoint (flags, data, models) and the time at which it was written."""
 
 
 class Record(NamedTuple):
     """The content of the file ORIGIN."""
 
-    origin: Origin
+    fingerprint: RunFingerprint
     fork: Mapping[str, Any]
     """Record of the fork by which the run began (fork.py); {} if it began otherwise."""
     written: str
@@ -41,16 +41,20 @@ class Record(NamedTuple):
         """Reads the file. Raises ValueError if it is damaged."""
         found = read_object(file)
         try:
-            origin = Origin(**found["origin"])
-            origin = replace(origin, flags=dict(origin.flags), contents=dict(origin.contents))
-            return cls(origin, dict(found.get("fork", {})), str(found["written"]), "manifest_format" in found)
+            fingerprint = RunFingerprint(**found["origin"])
+            fingerprint = replace(
+                fingerprint, flags=dict(fingerprint.flags), contents=dict(fingerprint.contents)
+            )
+            return cls(
+                fingerprint, dict(found.get("fork", {})), str(found["written"]), "manifest_format" in found
+            )
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{file.name} is unreadable: it holds no origin") from None
 
     def write(self, file: Path) -> None:
         about = {"written": self.written, "manifest_format": manifest.FORMAT}
         about |= {"fork": self.fork} if self.fork else {}
-        file.write_text(json.dumps({**about, "origin": self.origin.as_dict()}, indent=1))
+        file.write_text(json.dumps({**about, "origin": self.fingerprint.as_dict()}, indent=1))
 
 
 class Saved(NamedTuple):

@@ -25,11 +25,11 @@ Config = Any
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 DAY = "the date that chat templates write"
-"""Key in `Origin.contents`."""
+"""Key in `RunFingerprint.contents`."""
 
 
 def _recorded(config: Config, section: str, key: str) -> str | None:
-    """Returns a text in the origin of the newest checkpoint that a run begins with and that has it."""
+    """Returns a text in the fingerprint of the newest checkpoint that a run begins with and that has it."""
     found = (
         list(Path(config.checkpoints[0]).glob("global_step*/origin.json")) if config.ckpt.load_enable else []
     )

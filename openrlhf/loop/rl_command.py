@@ -11,8 +11,8 @@ from openrlhf import heap
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
-from openrlhf.checkpoint.of_models import check_space, origin_of
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.of_models import build_run_fingerprint, check_space
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.checkpoint.start import (
     check_places,
     choose_checkpoint,
@@ -107,8 +107,8 @@ class RLRun:
             self.data = build_data(config)
         num_prompts = len(self.data.prompts)
         check_policy_learns(config, num_prompts)
-        origin = _origin(config, self.data) if config.ckpt.is_used else None
-        self.checkpoints = CheckpointFolder.of(config, origin)
+        fingerprint = _run_fingerprint(config, self.data) if config.ckpt.is_used else None
+        self.checkpoints = CheckpointFolder.of(config, fingerprint)
         lock_folders(self.checkpoints, config.run_dir, held)
         total_steps = len(prompts_of_steps(config, num_prompts))
         check_space(config, self.checkpoints, total_steps)
@@ -172,7 +172,7 @@ def _memory_of_rows(roles: Roles) -> str:
     return f"estimated memory of a rank: {'; '.join(needs)}"
 
 
-def _origin(config: PPOConfig, data: RLData) -> Origin:
+def _run_fingerprint(config: PPOConfig, data: RLData) -> RunFingerprint:
     models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
     if config.uses_critic:
         models[CRITIC_FLAG] = [config.critic_path]
@@ -189,7 +189,7 @@ def _origin(config: PPOConfig, data: RLData) -> Origin:
     more |= {
         f"--{key}": f"checksum {digest(name)} of {split(name)[1]}" for key, name in config.references.items()
     }
-    return origin_of(config, PPO, models, more)
+    return build_run_fingerprint(config, PPO, models, more)
 
 
 def build_trainer(

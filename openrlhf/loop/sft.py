@@ -18,7 +18,7 @@ from torch import Tensor
 from openrlhf.backends.base import Objective, RowT, TrainEngine
 from openrlhf.backends.finite import NotFiniteError
 from openrlhf.checkpoint.folder import CheckpointFolder
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batches import MiniBatches
@@ -114,7 +114,7 @@ class SupervisedTrainer(Generic[RowT]):
         """Loads a checkpoint. Raises UsageError if it belongs to another run."""
         state = self.engine.load_checkpoint(str(self.checkpoints.path), tag)
         if "origin" in state:  # older checkpoints, which have no origin file
-            self.checkpoints.check(tag, Origin.of_state(state["origin"]))
+            self.checkpoints.check(tag, RunFingerprint.from_state(state["origin"]))
         self.step = state["step"]
 
     @property

@@ -20,8 +20,8 @@ from openrlhf.backends.distributed import (
 )
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
-from openrlhf.checkpoint.of_models import check_space, origin_of
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.of_models import build_run_fingerprint, check_space
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.checkpoint.start import (
     choose_checkpoint,
     day_of,
@@ -87,7 +87,9 @@ class SupervisedRun(Generic[ConfigT]):
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.mini_batches = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = config.train.total_steps(len(self.mini_batches))
-        self.checkpoints = CheckpointFolder.of(config, self._origin() if config.ckpt.is_used else None)
+        self.checkpoints = CheckpointFolder.of(
+            config, self._run_fingerprint() if config.ckpt.is_used else None
+        )
         self.tag = self._choose_checkpoint(held)
         with waiting("loading the model", key=config.model.model_name_or_path), clock.stage("model"):
             self.engine = build_engine(
@@ -235,11 +237,11 @@ class SupervisedRun(Generic[ConfigT]):
             return choose_checkpoint(self.config, self.checkpoints, found)
         return self.checkpoints.choose(found)[0]
 
-    def _origin(self) -> Origin:
+    def _run_fingerprint(self) -> RunFingerprint:
         config, checksum = self.config, arrays_digest(self.train_set.arrays())[:16]
         more = {"--data.dataset": f"{len(self.train_set)} samples (checksum {checksum})"}
         models = {flag: [path] for flag, path in self.task.models().items()}
-        return origin_of(config, self.task.command, models, more)
+        return build_run_fingerprint(config, self.task.command, models, more)
 
     def export(self, folder: str) -> None:
         """Writes the model with its tokenizer or processor in Hugging Face format. Collective."""

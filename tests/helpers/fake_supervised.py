@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from openrlhf.checkpoint.folder import CheckpointFolder
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.data.batches import MiniBatches
@@ -82,7 +82,7 @@ def trainer_of(
         ckpt=CkptConfig(path=str(path / "ckpt"), **ckpt),
     )
     engine = engine or Engine(disk)
-    origin = Origin.of("sft", config, {"--data.dataset": data})
+    origin = RunFingerprint.of("sft", config, {"--data.dataset": data})
     trainer = SupervisedTrainer(
         config=config,
         engine=engine,
@@ -91,7 +91,7 @@ def trainer_of(
             Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=7
         ),
         eval_rows=eval_rows,
-        checkpoints=CheckpointFolder(config.ckpt.folder, config.ckpt, origin=origin),
+        checkpoints=CheckpointFolder(config.ckpt.folder, config.ckpt, fingerprint=origin),
         export=engine.export,
         observer=None,
     )

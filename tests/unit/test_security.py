@@ -26,8 +26,8 @@ from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.distributed import ProcessMesh, _store_at_its_address, free_port
 from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.dcp import forged, load_tensors
-from openrlhf.checkpoint.origin import Origin, compare
 from openrlhf.checkpoint.random_state import load_random_state
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.checkpoint.zero import Checkpoint, _states_of
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
@@ -355,11 +355,11 @@ def test_what_a_url_holds_is_in_no_file_of_a_run(tmp_path: Path) -> None:
     run.metrics_path.write_text('{"step": 1, "loss": 0.5}\n')
     shown = {"command": "train_ppo", "method": "", "base_model": "org/model", "datasets": ()}
     card = write_model_card(tmp_path, run.path, **shown).read_text()
-    origin = Origin.of("ppo", config, {})
+    origin = RunFingerprint.of("ppo", config, {})
     files = [file.read_text() for file in run.path.iterdir() if file.is_file()]
     assert "MARKER" not in "".join([card, json.dumps(origin.as_dict()), *files])
     assert "host/get_reward?token=<redacted>&model=a" in card
-    assert compare(origin, Origin.of("ppo", parse(PPO, argv).config, {})) == ([], [])
+    assert compare(origin, RunFingerprint.of("ppo", parse(PPO, argv).config, {})) == ([], [])
     with pytest.raises(SystemExit):
         parse(PPO, ["--config", str(run.path / "config.yaml")])
     again = parse(PPO, ["--config", str(run.path / "config.yaml"), "--reward.remote_url", url])

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import ORIGIN_BUT_GENERATION as BUT_GENERATION
+from openrlhf.api import FINGERPRINT_BUT_GENERATION as BUT_GENERATION
 from openrlhf.api import ORIGIN_FILE as ORIGIN
 from openrlhf.api import PPO, ErrorCode, RunIndex, UsageError
 from openrlhf.api import flat_settings as flat

@@ -15,7 +15,7 @@ from records import batch_of, by_sequence, step_view, trajectory
 from refusals import Refusal, printed
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
-from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.config.commands import PPO
 from openrlhf.config.options import PREFIX
 from openrlhf.config.parse import parse, to_yaml
@@ -338,23 +338,23 @@ def test_another_machine_gets_the_files(tmp_path, monkeypatch):
     assert ours.with_references(files.here) == ours
 
 
-def origin_of(config: PPOConfig, checksum: str) -> Origin:
-    return Origin.of("ppo", config, {LOSS: f"checksum {checksum} of SAPO"})
+def build_run_fingerprint(config: PPOConfig, checksum: str) -> RunFingerprint:
+    return RunFingerprint.of("ppo", config, {LOSS: f"checksum {checksum} of SAPO"})
 
 
 def test_a_checkpoint_is_of_the_file_and_its_options(tmp_path):
-    before = origin_of(parsed(LOSS, SAPO), "a")
+    before = build_run_fingerprint(parsed(LOSS, SAPO), "a")
     (tmp_path / "sapo.py").write_text((EXAMPLES / "sapo.py").read_text())
     moved = parsed(LOSS, f"{tmp_path}/sapo.py:SAPO")
-    assert compare(before, origin_of(moved, "a")) == ([], [])
-    assert compare(before, origin_of(moved, "b")).differences == [
+    assert compare(before, build_run_fingerprint(moved, "a")) == ([], [])
+    assert compare(before, build_run_fingerprint(moved, "b")).differences == [
         f"{LOSS} was {SAPO} (checksum a of SAPO), is {tmp_path}/sapo.py:SAPO (checksum b of SAPO)"
     ]
     other = parsed(LOSS, SAPO, "--algo.options.tau_negative", "2")
-    assert compare(before, origin_of(other, "a")).differences == [
+    assert compare(before, build_run_fingerprint(other, "a")).differences == [
         "--algo.options.tau_negative was 1.05, is 2.0"
     ]
-    ours = Origin.of("ppo", parsed(LOSS, "ppo"), {})
+    ours = RunFingerprint.of("ppo", parsed(LOSS, "ppo"), {})
     assert f"{LOSS} was ppo, is {SAPO}" in compare(ours, before).differences
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
-from openrlhf.checkpoint.of_models import origin_of
-from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.of_models import build_run_fingerprint
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.config.commands import SFT
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, TrainConfig
@@ -188,7 +188,7 @@ def test_the_size_limit_counts_all_models(tmp_path):
 def run_of(path: Path, *, batch_size: int = 128, **ckpt) -> CheckpointFolder:
     """Returns the checkpoints of a run, in `path`/_actor and `path`/_critic."""
     config = CkptConfig(path=str(path), **ckpt)
-    origin = Origin.of("sft", SFTConfig(train=TrainConfig(batch_size=batch_size)), {})
+    origin = RunFingerprint.of("sft", SFTConfig(train=TrainConfig(batch_size=batch_size)), {})
     return CheckpointFolder(str(path / "_actor"), config, [str(path / "_critic")], origin)
 
 
@@ -281,7 +281,7 @@ def test_what_cannot_be_removed_from_the_place_of_a_checkpoint_is_moved_aside(wr
 def test_a_model_whose_generation_config_alone_has_changed_is_the_same(tmp_path):
     model = tiny_chat_model(tmp_path / "model", seed=0)
     flag, config = "--model.model_name_or_path", SFTConfig()
-    origin = lambda: origin_of(config, SFT, {flag: [str(model)]}, {})
+    origin = lambda: build_run_fingerprint(config, SFT, {flag: [str(model)]}, {})
     before = origin()
     (model / "generation_config.json").write_text('{"temperature": 0.5}')
     differences, (remark,) = compare(before, origin())

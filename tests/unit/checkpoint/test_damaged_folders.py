@@ -16,7 +16,7 @@ from refusals import refused
 
 from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder, Found
 from openrlhf.checkpoint.manifest import Entry, Manifest, complete
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError
@@ -27,7 +27,9 @@ STEPS = (2, 4, 6)
 def of(path: Path, **ckpt) -> CheckpointFolder:
     """Returns the checkpoints of a run with a critic."""
     config = CkptConfig(path=str(path), load_enable=True, **ckpt)
-    return CheckpointFolder(f"{path}/_actor", config, [f"{path}/_critic"], Origin.of("ppo", PPOConfig(), {}))
+    return CheckpointFolder(
+        f"{path}/_actor", config, [f"{path}/_critic"], RunFingerprint.of("ppo", PPOConfig(), {})
+    )
 
 
 def save(checkpoints: CheckpointFolder, step: int) -> None:

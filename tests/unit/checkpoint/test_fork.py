@@ -15,7 +15,7 @@ from test_checkpoints import save
 
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.checkpoint.start import DAY, check_places, day_of
 from openrlhf.config.checks import outputs
 from openrlhf.config.commands import PPO, SFT
@@ -40,7 +40,7 @@ def config(path: Path, type_: type = SFTConfig, **flags) -> SFTConfig | PPOConfi
 def checkpoints(of: SFTConfig | PPOConfig, contents: dict[str, str] = DATA) -> CheckpointFolder:
     is_rl = isinstance(of, PPOConfig)
     others = [f"{of.ckpt.folder}/_critic"] if isinstance(of, PPOConfig) and of.uses_critic else []
-    origin = Origin.of((PPO if is_rl else SFT).name, of, contents)
+    origin = RunFingerprint.of((PPO if is_rl else SFT).name, of, contents)
     return CheckpointFolder(of.ckpt.folder + "/_actor" * is_rl, of.ckpt, others, origin)
 
 
@@ -202,7 +202,7 @@ def test_other_models_and_commands_are_refused(tmp_path: Path, other: Path) -> N
     place, model = other / "global_step4", "--model.model_name_or_path"
     new = config(tmp_path / "new", ckpt__fork_from=str(place))
     own = checkpoints(new)
-    own.origin = Origin.of("dpo", new, DATA)
+    own.fingerprint = RunFingerprint.of("dpo", new, DATA)
     with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=place) as told:
         fork(new, own)
     assert "the command was sft, is dpo" in told.value.text

@@ -18,7 +18,7 @@ from transformers import Qwen3Config
 
 from openrlhf.checkpoint import of_models
 from openrlhf.checkpoint.folder import CheckpointFolder
-from openrlhf.checkpoint.of_models import check_space, origin_of
+from openrlhf.checkpoint.of_models import build_run_fingerprint, check_space
 from openrlhf.checkpoint.start import (
     DAY,
     check_output,
@@ -267,7 +267,7 @@ def test_a_resumed_run_writes_the_date_of_its_start(
     config = replace(config, ckpt=replace(config.ckpt, path=str(root), load_enable=True))
     monkeypatch.setattr(Calendar, "today", date(2100, 1, 1))
     assert day_of(config) == date(2100, 1, 1)
-    recorded = origin_of(config, SimpleNamespace(name="sft"), {}, {}).as_dict()
+    recorded = build_run_fingerprint(config, SimpleNamespace(name="sft"), {}, {}).as_dict()
     monkeypatch.setattr(Calendar, "today", date(2100, 1, 2))
     other = recorded | {"contents": {DAY: "1999-01-01"}}
     origins = {"global_step8": "{", "global_step10": "{}", "global_step9": {"origin": recorded}}

@@ -11,7 +11,7 @@ from command_lines import problems_of, refused, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.config.checks import LAUNCHER, check_launcher
 from openrlhf.config.commands import (
     COMMANDS,
@@ -238,7 +238,7 @@ def test_a_flag_wins_over_a_variable_and_what_wins_is_said(variable, key, wrong,
 
 
 def test_a_queue_by_a_variable_is_compared_at_a_resume(say, monkeypatch):
-    origin = lambda: Origin.of("ppo", say(PPO, "--train.async_enable")[0], {})
+    origin = lambda: RunFingerprint.of("ppo", say(PPO, "--train.async_enable")[0], {})
     without = origin()
     monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "4")
     assert compare(origin(), without).differences == ["--train.async_queue_size was 4, is 1"]

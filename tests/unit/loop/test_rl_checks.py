@@ -24,7 +24,7 @@ from openrlhf.data.sources import rows_digest
 from openrlhf.errors import ErrorCode
 from openrlhf.loop import rl_command
 from openrlhf.loop.rl_checks import check_engines, check_policy_learns, check_users_files
-from openrlhf.loop.rl_command import RLRun, _origin
+from openrlhf.loop.rl_command import RLRun, _run_fingerprint
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData
@@ -96,7 +96,7 @@ def test_the_origin_of_a_run_tells_its_data_apart(model: str, tmp_path: Path) ->
         reward=RewardConfig(remote_url="http://127.0.0.1:1/reward"),
     )
     prompts = PromptDataset([Prompt(prompt_id=i, text=str(i)) for i in range(3)])
-    contents = _origin(config, RLData(prompts, prompts, None, None)).contents
+    contents = _run_fingerprint(config, RLData(prompts, prompts, None, None)).contents
     digest = rows_digest(str(tmp_path), flag=PRETRAIN_FLAG, split="test")[:16]
     assert digest != rows_digest(str(tmp_path), flag=PRETRAIN_FLAG, split="train")[:16]
     assert contents[PRETRAIN_FLAG] == f"checksum {digest}"

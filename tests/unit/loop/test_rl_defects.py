@@ -39,7 +39,7 @@ from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.vllm.engine import CPU_KV_CACHE_GB, VLLMEngine
 from openrlhf.checkpoint.folder import CheckpointFolder
-from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.cluster import actors, pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
@@ -939,7 +939,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
         ckpt=replace(config.ckpt, load_enable=True),
         logger=replace(config.logger, run_dir=str(tmp_path / "run")),
     )
-    run, origin = Run(config, 4, lambda episode, prompt: (0.0, 1.0)), Origin.of("ppo", config, {})
+    run, origin = Run(config, 4, lambda episode, prompt: (0.0, 1.0)), RunFingerprint.of("ppo", config, {})
     prompts = PromptDataset([Prompt(prompt_id=i, text="") for i in range(4)])
 
     def build() -> PPOTrainer:
@@ -952,7 +952,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
             peak_memory=lambda: SimpleNamespace(result=dict),
         )
         tokenizer = SimpleNamespace(chat_template=None, decode=lambda ids, **options: str(ids))
-        checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, origin=origin)
+        checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, fingerprint=origin)
         tag, _ = checkpoints.choose()
         return build_trainer(config, [], roles, RLData(prompts, [], None, tokenizer), checkpoints, tag)
 

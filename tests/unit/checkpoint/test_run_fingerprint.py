@@ -8,7 +8,7 @@ import pytest
 from refusals import changes
 
 from openrlhf.checkpoint.fork import ORDER, SHAPES
-from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.config.command import SECRETS
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.fields import change_of, fields_of, values_of, with_values
@@ -19,9 +19,9 @@ TYPES = {c.name: c.config_type for c in COMMANDS if "ckpt.load_enable" in fields
 FLAGS = [(name, key) for name, type_ in TYPES.items() for key in fields_of(type_) if key not in SECRETS]
 
 
-def origin_of(command: str, contents: dict[str, str] | None = None, **flags) -> Origin:
+def build_run_fingerprint(command: str, contents: dict[str, str] | None = None, **flags) -> RunFingerprint:
     values = {key.replace("__", "."): value for key, value in flags.items()}
-    return Origin.of(command, with_values(TYPES[command](), values), contents or {})
+    return RunFingerprint.of(command, with_values(TYPES[command](), values), contents or {})
 
 
 def test_the_commands():
@@ -61,7 +61,7 @@ def test_a_flag_has_its_class_of_change(command, key, expected):
 
 @pytest.mark.parametrize("command", TYPES)
 def test_another_value_of_each_flag(command):
-    now = origin_of(command)
+    now = build_run_fingerprint(command)
     for key in (key for name, key in FLAGS if name == command):
         before = replace(now, flags={**now.flags, key: "another"})
         named = [f"--{key}"]
@@ -79,17 +79,19 @@ def test_another_value_of_each_flag(command):
 
 def test_what_a_flag_names_is_compared_where_it_is_known():
     names = {"model__model_name_or_path": "a", "data__dataset": "b.jsonl"}
-    before = origin_of("sft", {"--model.model_name_or_path": "x", "--data.dataset": "2 samples"}, **names)
+    before = build_run_fingerprint(
+        "sft", {"--model.model_name_or_path": "x", "--data.dataset": "2 samples"}, **names
+    )
     moved = {key: f"/elsewhere/{name}" for key, name in names.items()}
-    assert compare(before, origin_of("sft", dict(before.contents), **moved)) == ([], [])
+    assert compare(before, build_run_fingerprint("sft", dict(before.contents), **moved)) == ([], [])
     trained = {"--model.model_name_or_path": "y", "--data.dataset": "2 samples"}
-    differences, remarks = compare(before, origin_of("sft", trained, **names))
+    differences, remarks = compare(before, build_run_fingerprint("sft", trained, **names))
     assert changes(*differences) == [("--model.model_name_or_path", "a (x)", "a (y)")] and not remarks
 
 
 def test_all_differences_are_in_one_list():
-    before = origin_of("sft", {"ranks": "2"}, adam__lr=1e-3, data__max_len=10)
-    now = origin_of("sft", {"ranks": "1"}, adam__betas=(0.5, 0.6), train__micro_batch_size=1)
+    before = build_run_fingerprint("sft", {"ranks": "2"}, adam__lr=1e-3, data__max_len=10)
+    now = build_run_fingerprint("sft", {"ranks": "1"}, adam__betas=(0.5, 0.6), train__micro_batch_size=1)
     assert changes("\n".join(compare(before, now).differences)) == [
         ("--adam.lr", "0.001", "5e-06"),
         ("--adam.betas", "0.9 0.95", "0.5 0.6"),
@@ -99,13 +101,13 @@ def test_all_differences_are_in_one_list():
 
 
 def test_a_checkpoint_of_another_command_is_refused():
-    differences, remarks = compare(origin_of("dpo"), origin_of("sft"))
+    differences, remarks = compare(build_run_fingerprint("dpo"), build_run_fingerprint("sft"))
     (difference,) = differences
     assert "`openrlhf dpo`" in difference and "`openrlhf sft`" in difference and remarks == []
 
 
 def test_what_only_one_version_knows_is_remarked_upon():
-    now = origin_of("sft")
+    now = build_run_fingerprint("sft")
     flags = {key: value for key, value in now.flags.items() if key not in ("adam.lr", "ckpt.max_num")}
     differences, (remark,) = compare(replace(now, flags={**flags, "gone": 1}), now)
     assert differences == [] and re.findall(r"--\S+\b", remark) == ["--adam.lr", "--gone"]
@@ -113,7 +115,7 @@ def test_what_only_one_version_knows_is_remarked_upon():
 
 def test_no_secret_is_kept():
     values = {"logger.wandb.key": "MARKER", "eval.dataset": "https://me:MARKER@host/x"}
-    origin = Origin.of("sft", with_values(SFTConfig(), values), {})
+    origin = RunFingerprint.of("sft", with_values(SFTConfig(), values), {})
     assert "MARKER" not in json.dumps(origin.as_dict())
     assert origin.flags.keys() == values_of(SFTConfig()).keys() - {"logger.wandb.key", "api_key"}
 
@@ -121,10 +123,12 @@ def test_no_secret_is_kept():
 def test_a_changed_reward_or_agent_is_remarked_upon():
     """The location and name of its file do not matter."""
     name = "--train.agent_func_path"
-    before = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="agent.py")
-    moved = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="/x/agent.py:AgentExecutor")
+    before = build_run_fingerprint("ppo", {name: "checksum a"}, train__agent_func_path="agent.py")
+    moved = build_run_fingerprint(
+        "ppo", {name: "checksum a"}, train__agent_func_path="/x/agent.py:AgentExecutor"
+    )
     assert compare(before, moved) == ([], [])
-    changed = origin_of("ppo", {name: "checksum b"}, train__agent_func_path="agent.py")
+    changed = build_run_fingerprint("ppo", {name: "checksum b"}, train__agent_func_path="agent.py")
     differences, (remark,) = compare(before, changed)
     assert differences == []
     assert changes(remark) == [(name, "agent.py (checksum a)", "agent.py (checksum b)")]

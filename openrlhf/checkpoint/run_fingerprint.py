@@ -1,5 +1,5 @@
-"""Records the origin of a checkpoint (the run's flags, data and models) and decides whether another run may
-continue from it."""
+"""Records the fingerprint of a checkpoint (the run's flags, data and models) and decides whether another run
+may continue from it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,14 @@ from openrlhf.config.resume import Change
 from openrlhf.observability.run_folder import redact
 
 BUT_GENERATION = " without generation_config.json"
-"""Suffix of a model's flag in `Origin.contents`: the fingerprint of its other files."""
+"""Suffix of a model's flag in `RunFingerprint.contents`: the fingerprint of its other files."""
 
 SHOWN = 3
 """Maximum number of flags that a remark lists by name. The others are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class RunFingerprint:
     """The flags, data and models of the run that wrote a checkpoint."""
 
     command: str
@@ -39,9 +39,9 @@ class Origin:
         return cls(command=command, flags=flags, contents=contents, config_type=type(config))
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Self:
-        """Builds the origin of an older supervised checkpoint, which has no origin file, from the few flags
-        in its `state`."""
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Builds the fingerprint of an older supervised checkpoint, which has no origin file, from the few
+        flags in its `state`."""
         flags = {name.removeprefix("--"): v for name, v in state.items() if name != "--data.dataset"}
         return cls(command="", flags=flags, contents={"--data.dataset": str(state["--data.dataset"])})
 
@@ -50,7 +50,7 @@ class Origin:
 
 
 class Comparison(NamedTuple):
-    """The result of comparing a checkpoint's origin with that of the current run."""
+    """The result of comparing a checkpoint's fingerprint with that of the current run."""
 
     differences: list[str]
     """Messages about differences that forbid resuming."""
@@ -58,8 +58,8 @@ class Comparison(NamedTuple):
     """Messages about differences that allow resuming."""
 
 
-def compare(before: Origin, now: Origin) -> Comparison:
-    """Compares the checkpoint's origin with the current run's. Resuming is allowed if `differences` is
+def compare(before: RunFingerprint, now: RunFingerprint) -> Comparison:
+    """Compares the checkpoint's fingerprint with the current run's. Resuming is allowed if `differences` is
     empty."""
     if before.command not in ("", now.command):
         return Comparison([f"`openrlhf {before.command}` wrote it, and this is `openrlhf {now.command}`"], [])
@@ -78,7 +78,7 @@ def compare(before: Origin, now: Origin) -> Comparison:
     return comparison
 
 
-def changes(before: Origin, now: Origin) -> Iterator[tuple[str, str, str]]:
+def changes(before: RunFingerprint, now: RunFingerprint) -> Iterator[tuple[str, str, str]]:
     """Yields (flag, earlier value, value now) for every changed flag or content that may affect resuming."""
     by_content = before.contents.keys() & now.contents.keys()
     for key in now.flags:
@@ -93,8 +93,8 @@ def changes(before: Origin, now: Origin) -> Iterator[tuple[str, str, str]]:
             yield name, _content(before, name), _content(now, name)
 
 
-def unknown(before: Origin, now: Origin) -> Iterator[str]:
-    """Yields a remark that lists the flags and contents that only one of the two origins records."""
+def unknown(before: RunFingerprint, now: RunFingerprint) -> Iterator[str]:
+    """Yields a remark that lists the flags and contents that only one of the two fingerprints records."""
     keys = [
         f"--{key}"
         for key in {**now.flags, **before.flags}
@@ -106,14 +106,14 @@ def unknown(before: Origin, now: Origin) -> Iterator[str]:
         yield f"written by another version, so these could not be compared: {', '.join(names[:SHOWN])}{more}"
 
 
-def _decides(origin: Origin, key: str) -> bool:
+def _decides(fingerprint: RunFingerprint, key: str) -> bool:
     """Returns whether a resume depends on a flag."""
-    return change_of(origin.config_type, key).change is not Change.FREE
+    return change_of(fingerprint.config_type, key).change is not Change.FREE
 
 
-def _content(origin: Origin, name: str) -> str:
-    words = origin.flags.get(name.removeprefix("--"))
-    return f"{_shown(words)} ({origin.contents[name]})" if words else origin.contents[name]
+def _content(fingerprint: RunFingerprint, name: str) -> str:
+    words = fingerprint.flags.get(name.removeprefix("--"))
+    return f"{_shown(words)} ({fingerprint.contents[name]})" if words else fingerprint.contents[name]
 
 
 def _shown(value: Any) -> str:
