@@ -81,16 +81,16 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         """Takes one optimizer step for each mini-batch; a mini-batch lists the sequences of `batch` that this
         rank trains on in that step."""
         announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
-        return self.take_steps(batch, mini_batches, self.objective(kl_coef)), None
+        return self.train_steps(batch, mini_batches, self.objective(kl_coef)), None
 
-    def take_steps(
+    def train_steps(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], objective: Objective[ExperienceRow]
     ) -> list[Metrics]:
         """Takes one optimizer step for each mini-batch, and returns the metrics of each."""
         with self._optimizer_present():
-            return [self.take_step(self.rows(batch, mini_batch), objective) for mini_batch in mini_batches]
+            return [self.train_step(self.rows(batch, mini_batch), objective) for mini_batch in mini_batches]
 
-    def take_step(self, rows: Sequence[ExperienceRow], objective: Objective[ExperienceRow]) -> Metrics:
+    def train_step(self, rows: Sequence[ExperienceRow], objective: Objective[ExperienceRow]) -> Metrics:
         metrics = self.model.train_step(rows, objective, *self.auxiliary_objectives())
         announce(self.hooks, Hook.after_step, self.model.steps, metrics)
         return metrics
@@ -251,7 +251,7 @@ class PolicyWorker(TrainedWorker):
         mini-batch, from its forward passes, which run before the policy changes."""
         announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
         seen: list[Tensor] = []
-        steps = self.take_steps(batch, mini_batches, self.objective(kl_coef, seen))
+        steps = self.train_steps(batch, mini_batches, self.objective(kl_coef, seen))
         first = batch.select(mini_batches[0])
         groups = self.groups(first, range(len(first)))
         log_probs = first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])

@@ -301,7 +301,7 @@ def policy_learned(worker: PolicyWorker, batch: Batch, start: int, stop: int) ->
     """Takes the optimizer steps `start` to `stop` - 1, on the even and the odd samples of a batch in turn."""
     objective = worker.objective(worker.config.algo.kl.init_coef)
     mini_batches = [list(range(len(batch)))[step % 2 :: 2] for step in range(start, stop)]
-    return worker.take_steps(batch, mini_batches, objective)
+    return worker.train_steps(batch, mini_batches, objective)
 
 
 def policy_steps(
