@@ -36,7 +36,7 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.prefixes import tree_of
+from openrlhf.models.prefixes import build_tree
 from openrlhf.types import PackedRow, Sample
 
 DTYPE = torch.bfloat16 if DEVICE_TYPE == "cuda" else torch.float32
@@ -147,7 +147,7 @@ def measure(policy: PolicyModel, row: PackedRow, rounds: int) -> str:
         x.seconds / y.seconds for x, y in zip(passes[name][1:], passes["ours"][1:], strict=True)
     ]
     shown = lambda x: f"{statistics.median(x):.2f} ({min(x):.2f} to {max(x):.2f})"
-    tree = tree_of(row, with_routing=False)
+    tree = build_tree(row, with_routing=False)
     read = len(row.token_ids) if tree is None else len(tree.places)
     kept = passes["ours"][0].kept / passes["whole"][0].kept
     return f"{read} / {len(row.token_ids)} | {shown(ratios('bare'))} | {shown(ratios('whole'))} | {kept:.2f}"

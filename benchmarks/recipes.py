@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 
 from openrlhf.tasks.prepare import TaskFiles, prepare, write_rows
-from openrlhf.tasks.word_problem import Problem, answer_of, make_problems, solution
+from openrlhf.tasks.word_problem import Problem, make_problems, solution, write_answer
 from openrlhf.tools.demo.demo import CHAT, PRETRAIN, SFT_FLAGS
 
 PARTS = 5
@@ -147,7 +147,7 @@ def wrong_answer(problem: Problem, rng: random.Random) -> str:
     left, _, result = problem.steps[-1].partition("=")
     wrong = str(int(result) + rng.choice((1, 2, 10)))
     if rng.random() < 0.5:
-        return answer_of((*problem.steps[:-1], f"{left}={wrong}"))
+        return write_answer((*problem.steps[:-1], f"{left}={wrong}"))
     return f"<think></think>\\boxed{{{wrong}}}"
 
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
     from openrlhf.backends.weight_sync.stored_weights import (
-        Limit as WeightLimit, Probe as WeightProbe, WeightFingerprint, differing_weights, probe_of_run,
-        reason_of as weight_difference,
+        Limit as WeightLimit, Probe as WeightProbe, WeightFingerprint, differing_weights, build_run_probe,
+        explain_difference as weight_difference,
     )
     from openrlhf.checkpoint.dcp import METADATA as TORCH_METADATA, TorchReader, load_tensors
     from openrlhf.checkpoint.folder import (
@@ -57,14 +57,14 @@ if TYPE_CHECKING:  # for tools
         Checkpoint as DeepSpeedCheckpoint, MASTER as DEEPSPEED_MASTER, ORDER as DEEPSPEED_ORDER,
     )
     from openrlhf.cluster.layout import (
-        ENGINES as ENGINE_ROLE, Layout, demands as resource_demands, described as described_layout, layout_of,
-        resource_problems, table as layout_table,
+        ENGINES as ENGINE_ROLE, Layout, demands as resource_demands, described as described_layout,
+        compute_layout, resource_problems, table as layout_table,
     )
     from openrlhf.completions import SamplingParams
     from openrlhf.config.checks import check_launcher, looks_local, missing as missing_flag, split_spec
     from openrlhf.config.command import Command, Explicit, SECRETS as SECRET_FLAGS
     from openrlhf.config.fields import (
-        change_of as resume_change, fields_of, flat as flat_settings, to_words, values_of, with_values,
+        find_change as resume_change, list_flags, flat as flat_settings, to_words, flag_values, with_values,
     )
     from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
     from openrlhf.config.inference_commands import BATCH_INFERENCE, CHAT, LORA_COMBINER, SERVE_RM
@@ -98,7 +98,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.pictures import decoded, png
     from openrlhf.data.prompt_sampler import PromptSampler
     from openrlhf.data.prompts import encode_prompts
-    from openrlhf.data.reasoning_gym import entry_of
+    from openrlhf.data.reasoning_gym import find_entry
     from openrlhf.data.scored import end_token_id, score_last, with_end
     from openrlhf.data.sources import check_columns, load_rows
     from openrlhf.data.templates import Message, PromptTemplate
@@ -120,7 +120,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.loop.task import (
         Task as SupervisedTask, check_files as check_supervised_files, data_notes as supervised_data_notes,
-        load_tokenizer_of, run as run_supervised,
+        load_run_tokenizer, run as run_supervised,
     )
     from openrlhf.memory.engines import CPU_KV_CACHE_GB, bucket_size, memory_fraction
     from openrlhf.memory.rows import most_tokens
@@ -134,11 +134,11 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
     from openrlhf.models.loading import (
         DTYPES, OF_FILES, check_model, check_room, check_stops, load_config, load_generator, load_tokenizer,
-        loading as loading_model, max_length_of, model_folder, policy_tokenizer, stop_token_ids, log_stops,
+        loading as loading_model, find_max_length, model_folder, policy_tokenizer, stop_token_ids, log_stops,
     )
     from openrlhf.models.lora import ADAPTER, is_classifier, load_statistics, merge_rounded
-    from openrlhf.models.policy import PolicyModel, TokenScores, head_of, head_options, transformed_logits
-    from openrlhf.models.prefixes import tree_of
+    from openrlhf.models.policy import PolicyModel, TokenScores, get_head, head_options, transformed_logits
+    from openrlhf.models.prefixes import build_tree
     from openrlhf.models.saving import check_saving, save_model
     from openrlhf.models.scorer import (
         ScoreModel, check_reward_model, load_scorer, padding_token_id,
@@ -161,18 +161,18 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.observability.run_folder import (
         JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, environment as run_environment, find_secrets,
-        label_of, reading as reading_run, redact, to_json,
+        read_label, reading as reading_run, redact, to_json,
     )
     from openrlhf.observability.run_index import RunIndex
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
-    from openrlhf.observability.trackers.load import trackers_of
+    from openrlhf.observability.trackers.load import build_trackers
     from openrlhf.observability.trackers.metrics_file import RENAMED
     from openrlhf.rewards.function import RewardFunction, check_reward_file
     from openrlhf.rewards.math import extract_boxed_answer, final_answer
     from openrlhf.rollout.local import LocalEngine
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options, transfer_backend
-    from openrlhf.text import Decode, decode, decode_each, first_token_ids, prompt_token_ids, response_of
+    from openrlhf.text import Decode, decode, decode_each, first_token_ids, prompt_token_ids, decode_response
     from openrlhf.training.collect import StalenessLimit, Collector, SAME_REWARD
     from openrlhf.training.advantages import advantage_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
@@ -190,7 +190,7 @@ if TYPE_CHECKING:  # for tools
         data_notes as rl_data_notes, missing_template,
     )
     from openrlhf.training.schedule import (
-        num_batches, num_updates, passes_of, prompts_of_steps, training_schedule,
+        num_batches, num_updates, list_passes, prompts_of_steps, training_schedule,
     )
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (

@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
-from openrlhf.user_file import UnusableFile, fingerprint, import_place, import_remedy, sources_of, split
+from openrlhf.user_file import UnusableFile, fingerprint, import_place, import_remedy, read_sources, split
 
 
 def is_reference(name: str) -> bool:
@@ -23,7 +23,7 @@ def is_reference(name: str) -> bool:
     return ":" in name and "://" not in name
 
 
-def file_of(reference: str) -> str | None:
+def parse_file(reference: str) -> str | None:
     """Returns the path in `folder/file.py:Name` and in a bare `folder/file.py`; None for anything else."""
     place, _ = split(reference)
     return place if place.endswith(".py") else None
@@ -49,7 +49,7 @@ def registered(kind: str) -> dict[str, EntryPoint]:
 
 def resolve(name: str, kind: str) -> str:
     """Returns the reference that a registered name stands for; any other name unchanged."""
-    if is_reference(name) or file_of(name) or (point := registered(kind).get(name)) is None:
+    if is_reference(name) or parse_file(name) or (point := registered(kind).get(name)) is None:
         return name
     return f"{point.module}:{point.attr}"
 
@@ -61,7 +61,7 @@ def load(reference: str) -> Any:
     file, or the objects that the module has; the caller adds the flag and its value.
     """
     place, name = split(reference)
-    if file_of(reference) and not Path(place).is_file():
+    if parse_file(reference) and not Path(place).is_file():
         raise UnusableFile(f"there is no file {place}")
     try:
         module = import_place(*_as_module(place))
@@ -75,8 +75,9 @@ def load(reference: str) -> Any:
 
 
 def digest(reference: str) -> str:
-    """Returns a fingerprint of the source that the reference names, see `sources_of`; else the reference."""
-    sources = sources_of(split(reference)[0])
+    """Returns a fingerprint of the source that the reference names, see `read_sources`; else the
+    reference."""
+    sources = read_sources(split(reference)[0])
     return fingerprint(*sources.values()) if sources else reference
 
 

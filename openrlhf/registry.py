@@ -84,7 +84,7 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         if name in self.ours:
             return None
         reference = plugins.resolve(name, self.kind)
-        if not (plugins.is_reference(reference) or plugins.file_of(reference)):
+        if not (plugins.is_reference(reference) or plugins.parse_file(reference)):
             raise KeyError(name)
         return reference
 
@@ -96,7 +96,7 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         reference = self.reference(name)
         if reference is None:
             return self.ours[name]
-        place = os.path.abspath(reference) if plugins.file_of(reference) else reference
+        place = os.path.abspath(reference) if plugins.parse_file(reference) else reference
         if place not in self.loaded:
             self.loaded[place] = self._load(reference)
         return self.loaded[place]

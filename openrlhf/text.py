@@ -94,7 +94,7 @@ class Decode(Protocol):
     def __call__(self, token_ids: list[int], /, *, after: list[int]) -> str: ...
 
 
-def response_of(trajectory: "Trajectory", decode: Decode) -> str:
+def decode_response(trajectory: "Trajectory", decode: Decode) -> str:
     """Returns everything after the prompt, as text."""
     token_ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
     return decode(token_ids[start:], after=token_ids[:start])

@@ -319,8 +319,8 @@ class PromptGroup:
             self.prompt,
             packed,
             facts,
-            kept_of(self.trajectories),
-            routing_of(self.trajectories),
+            join_nuclei(self.trajectories),
+            join_routing(self.trajectories),
             _FACTS,
         )
 
@@ -334,7 +334,7 @@ def no_work() -> Work:
     return np.zeros(len(PURPOSES) + 1, np.int64)
 
 
-def work_of(prompt: Prompt, purpose: Purpose, num_samples: int) -> Work:
+def count_work(prompt: Prompt, purpose: Purpose, num_samples: int) -> Work:
     """Returns the work of `num_samples` samples of a prompt."""
     samples = [num_samples * (p == purpose) for p in PURPOSES]
     return np.array([*samples, num_samples * prompt.num_tokens], np.int64)
@@ -394,7 +394,7 @@ def _unpack_group(
     )
 
 
-def kept_of(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:
+def join_nuclei(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:
     """Concatenates the top-p/top-k nuclei of all actions. Returns None if all were sampled from the whole
     vocabulary."""
     if all(part.kept is None for part in parts):
@@ -402,7 +402,7 @@ def kept_of(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:
     return Nuclei.joined([part.kept or Nuclei.of_all_tokens(part.num_actions) for part in parts])
 
 
-def routing_of(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+def join_routing(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
     """Returns the (N, M, K) routing of all tokens. None if no trajectory has one."""
     known = next((t.routing for t in trajectories if t.routing is not None), None)
     if known is None:
@@ -456,8 +456,8 @@ class Batch:
             lengths=np.array([len(t.token_ids) for t in trajectories]),
             num_actions=np.array([t.num_actions for t in trajectories]),
             images=_images(trajectories),
-            kept=kept_of(trajectories),
-            routing=routing_of(trajectories),
+            kept=join_nuclei(trajectories),
+            routing=join_routing(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
             staleness=None if version is None else _staleness(trajectories, version),
         )
@@ -615,7 +615,7 @@ class PackedRow:
             images=batch.images,
             kept_ids=None if batch.kept is None else torch.from_numpy(batch.kept.padded()),
             log_masses=None if batch.kept is None else torch.from_numpy(batch.kept.log_masses),
-            routing=tensor_of(batch.routing),
+            routing=as_tensor(batch.routing),
         )
 
     @classmethod
@@ -802,14 +802,14 @@ class ExperienceRow(RowWithMore):
         """Converts a batch with advantages and returns to a row."""
         return cls(
             row=PackedRow.of_batch(batch),
-            old_log_probs=tensor_of(batch.log_probs),
+            old_log_probs=as_tensor(batch.log_probs),
             advantages=torch.from_numpy(not_none(batch.advantages)),
             returns=torch.from_numpy(not_none(batch.returns)),
             rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
-            staleness=tensor_of(batch.staleness),
-            ref_log_probs=tensor_of(batch.ref_log_probs),
-            values=tensor_of(batch.values),
-            prompts=tensor_of(batch.prompts),
+            staleness=as_tensor(batch.staleness),
+            ref_log_probs=as_tensor(batch.ref_log_probs),
+            values=as_tensor(batch.values),
+            prompts=as_tensor(batch.prompts),
         )
 
 
@@ -823,7 +823,7 @@ def not_none(value: ValueT | None) -> ValueT:
     return value
 
 
-def tensor_of(array: np.ndarray | None) -> Tensor | None:
+def as_tensor(array: np.ndarray | None) -> Tensor | None:
     """Returns a tensor that shares the array's memory; None for None."""
     return None if array is None else torch.from_numpy(array)
 

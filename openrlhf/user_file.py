@@ -69,11 +69,11 @@ class UserFiles:
     same rewards. A file is copied; a module is only compared, because it may need the rest of its package."""
 
     contents: Mapping[str, Mapping[str, bytes]]
-    """File or module -> the sources that `sources_of` returns."""
+    """File or module -> the sources that `read_sources` returns."""
 
     @classmethod
     def of(cls, *references: str | None) -> Self:
-        found = {place: sources_of(place) for place, _ in map(split, filter(None, references))}
+        found = {place: read_sources(place) for place, _ in map(split, filter(None, references))}
         return cls({place: sources for place, sources in found.items() if sources})
 
     def here(self, reference: str) -> str:
@@ -85,8 +85,8 @@ class UserFiles:
         place, name = split(reference)
         if place not in self.contents:  # a module without a source file is known by name only
             return reference
-        contents, source = self.contents[place], source_of(place)
-        if source and os.path.isfile(source) and sources_of(place) == contents:
+        contents, source = self.contents[place], find_source(place)
+        if source and os.path.isfile(source) and read_sources(place) == contents:
             return reference
         if not place.endswith(".py"):
             problem = f"{source} is not the same" if source else "it is not found"
@@ -105,9 +105,9 @@ class UserFiles:
         return ":".join(filter(None, (str(folder / Path(place).name), name)))
 
 
-def sources_of(place: str) -> dict[str, bytes]:
+def read_sources(place: str) -> dict[str, bytes]:
     """Returns the sources of a file and of what it imports from its folder, or of a module, by path."""
-    source = source_of(place)
+    source = find_source(place)
     if source is None:
         return {}
     own, beside = Path(source).resolve(), _beside(source).values() if place.endswith(".py") else ()
@@ -162,7 +162,7 @@ def resolved(reference: str) -> str:
     return ":".join(filter(None, (str(Path(place).resolve()), name)))
 
 
-def source_of(place: str) -> str | None:
+def find_source(place: str) -> str | None:
     """Returns the path of a file or module; None for a module that is not found or has no source."""
     if place.endswith(".py"):
         return place
@@ -199,7 +199,7 @@ def import_file(path: str, name: str) -> ModuleType:
 
 def _origin(name: str) -> str | None:
     """Returns the path of the file from which `import name` takes its module; None without one."""
-    source = None if "." in name else source_of(name)
+    source = None if "." in name else find_source(name)
     return source and os.path.realpath(source)
 
 
@@ -244,7 +244,7 @@ def located(error: BaseException, reference: str) -> str:
 
 def line_and_error(error: BaseException, reference: str) -> str:
     """Returns the line of the reference's file that raised or led to the error, and the error."""
-    source = source_of(split(reference)[0]) or ""
+    source = find_source(split(reference)[0]) or ""
     files = os.path.abspath(source), os.path.realpath(source)  # the forms in tracebacks
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     if isinstance(error, SyntaxError) and error.filename in files:

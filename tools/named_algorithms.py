@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
-from openrlhf.config.fields import fields_of, to_words, values_of
+from openrlhf.config.fields import flag_values, list_flags, to_words
 from openrlhf.config.ppo import (
     EstimatorName,
     ISCorrectionType,
@@ -74,7 +74,7 @@ class Algorithm:
     @property
     def flags(self) -> list[str]:
         """Words of the command line that select the algorithm: the settings that differ from the defaults."""
-        fields, defaults = fields_of(PPOConfig), values_of(PPOConfig())
+        fields, defaults = list_flags(PPOConfig), flag_values(PPOConfig())
         words = []
         for key, value in self.settings.items():
             if value != defaults[key]:

@@ -40,7 +40,7 @@ def build_engine(
     average of the trained weights, None for no average; `export` writes the average and checkpoints keep it,
     nothing else uses it. `skip_nonfinite`: go on after a step whose loss or gradient is not finite.
     """
-    return _class_of(backend, 1)(
+    return _find_class(backend, 1)(
         build_model,
         optim=optim,
         ds=ds,
@@ -63,8 +63,8 @@ def build_frozen(
     mesh: ProcessMesh,
 ) -> FrozenModel:
     """Builds one rank of a model that is not trained. `offload`: keep its weights in CPU memory."""
-    return _class_of(backend, 2)(build_model, ds=ds, offload=offload, mesh=mesh)
+    return _find_class(backend, 2)(build_model, ds=ds, offload=offload, mesh=mesh)
 
 
-def _class_of(backend: BackendName, place: int) -> Any:
+def _find_class(backend: BackendName, place: int) -> Any:
     return getattr(import_module(ENGINES[backend][0]), ENGINES[backend][place])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from openrlhf.checkpoint.manifest import MANIFEST, complete
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
-from openrlhf.checkpoint.saved import BEST, METRIC, ORIGIN, UNIVERSAL, Record, Saved, step_of, time_of
+from openrlhf.checkpoint.saved import BEST, METRIC, ORIGIN, UNIVERSAL, Record, Saved, format_time, parse_step
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import fault
@@ -84,7 +84,7 @@ class CheckpointFolder:
         """Finds the checkpoint to resume from: the one that LATEST names, or else the newest. Damaged ones
         are skipped. With `ckpt.verify` full, the hash of every file is compared."""
         names, skipped = self._tags_of_pointers()
-        others = sorted(self._complete() - set(names), key=step_of, reverse=True)
+        others = sorted(self._complete() - set(names), key=parse_step, reverse=True)
         for tag in [*names, *others]:
             if (reason := self.at(tag).damage(hashes=self.ckpt.verify == "full")) is None:
                 return Found(tag, skipped)
@@ -125,7 +125,7 @@ class CheckpointFolder:
         """Reads the record of the fork by which the run of this checkpoint began."""
         record = self.at(tag).record()
         self.fork = dict(record.fork) if record else {}
-        self.changed = self.fork.get("changed") if self.fork.get("step") == step_of(tag) else None
+        self.changed = self.fork.get("changed") if self.fork.get("step") == parse_step(tag) else None
 
     def check(self, tag: str, before: RunFingerprint) -> list[str]:
         """Returns remarks on the changes since `before`, the checkpoint's fingerprint. Raises UsageError if a
@@ -146,7 +146,7 @@ class CheckpointFolder:
         """Returns a line about the newest checkpoint, if there is one, for a run that starts from the
         beginning."""
         names, _ = self._tags_of_pointers()
-        if not (tags := names or sorted(self._complete(), key=step_of, reverse=True)):
+        if not (tags := names or sorted(self._complete(), key=parse_step, reverse=True)):
             return []
         newest = self.at(tags[0])
         found = f"{self.path} has a checkpoint of step {newest.step}, written {newest.written()}"
@@ -157,7 +157,7 @@ class CheckpointFolder:
         files have no usable tag. Both are empty for a folder without checkpoints."""
         found = [self._named(name) for name in self.pointers]
         reasons = [reason for _, reason in found if reason]
-        names = sorted((tag for tag, reason in found if tag and not reason), key=step_of, reverse=True)
+        names = sorted((tag for tag, reason in found if tag and not reason), key=parse_step, reverse=True)
         if not (names or reasons) and self._complete():
             reasons.append(f"the file {LATEST} is missing")
         return names, reasons
@@ -168,10 +168,10 @@ class CheckpointFolder:
         names. One that cannot be looked into counts, so that it is told."""
         tags = {name for name in _folders_in(self.path) if _TAG.fullmatch(name)}
         named, _ = self._named()
-        last = step_of(named) if named else -1
+        last = parse_step(named) if named else -1
         closed = lambda tag: not os.access(self.path / tag, os.R_OK | os.X_OK)
         listed = lambda tag: any(os.path.lexists(self.path / tag / name) for name in (MANIFEST, ORIGIN))
-        return {tag for tag in tags if closed(tag) or listed(tag) or step_of(tag) <= last}
+        return {tag for tag in tags if closed(tag) or listed(tag) or parse_step(tag) <= last}
 
     def _named(self, name: str = LATEST) -> tuple[str, str]:
         """Returns the tag that a pointer names ("" without one), and the reason why it is of no use ("" if
@@ -268,11 +268,11 @@ class CheckpointFolder:
         if not made.is_dir():  # only a Hugging Face copy was saved
             return
         if self.fingerprint is not None:
-            Record(self.fingerprint, self.fork, time_of(time.time())).write(made / ORIGIN)
+            Record(self.fingerprint, self.fork, format_time(time.time())).write(made / ORIGIN)
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
         others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]
-        step = step_of(tag)
+        step = parse_step(tag)
         parts = {folder.name: complete(folder / UNFINISHED / tag, step=step) for folder in others}
         complete(made, step=step, parts=parts)
         fault("save.before_rename")
@@ -303,7 +303,7 @@ class CheckpointFolder:
             return
         # Worst metric first, then oldest first. A checkpoint without a metric counts as the worst.
         metrics = {tag: self.at(tag).metric() for tag in self._tags(_TAG) - {newest}}
-        tags = sorted(metrics, key=lambda tag: (metrics[tag], step_of(tag)))
+        tags = sorted(metrics, key=lambda tag: (metrics[tag], parse_step(tag)))
         best = max(tags, key=lambda tag: metrics[tag], default=newest)
         for tag in [tag for tag in tags if self._is_old(tag)]:
             if tag != best or metrics[tag] == -float("inf"):

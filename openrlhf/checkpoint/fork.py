@@ -6,7 +6,7 @@ from pathlib import Path
 
 from openrlhf.checkpoint.folder import CheckpointFolder, Found
 from openrlhf.checkpoint.run_fingerprint import changes, unknown
-from openrlhf.checkpoint.saved import step_of
+from openrlhf.checkpoint.saved import parse_step
 from openrlhf.checkpoint.start import Config, check_output
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
@@ -46,7 +46,7 @@ def find_or_fork(config: Config, own: CheckpointFolder, total_steps: int) -> Fou
 def _fork(own: CheckpointFolder, source: CheckpointFolder, tag: str, total_steps: int) -> None:
     """Copies the checkpoint, with a record of the fork, and prints the settings that differ."""
     _check_damage(source, tag)
-    record, place, now, step = source.at(tag).record(), source.path / tag, own.fingerprint, step_of(tag)
+    record, place, now, step = source.at(tag).record(), source.path / tag, own.fingerprint, parse_step(tag)
     assert record is not None and now is not None  # set in every run that resumes
     before, data_from = record.fingerprint, record.fork.get("data_from", 0)
     found = [("the command", before.command, now.command), *changes(before, now)]

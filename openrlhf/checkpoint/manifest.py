@@ -78,12 +78,12 @@ class Manifest:
             if path.suffix in (".pt", ".distcp") and str(path.relative_to(folder)) not in self.files:
                 return f"{path.relative_to(folder)} is not one of its files; move it away to resume from here"
         read = [name for name, entry in self.files.items() if hashes or entry.num_bytes <= SMALL]
-        found = entries_of(folder, read)
+        found = compute_entries(folder, read)
         differing = [name for name, entry in found.items() if entry != self.files[name]]
         return f"{differing[0]} has changed since it was saved" if differing else None
 
 
-def entries_of(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+def compute_entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
     """Computes the entries of these files in several threads."""
     names = list(names)
     with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1, 16))) as pool:
@@ -98,7 +98,7 @@ def complete(folder: Path, *, step: int, parts: Mapping[str, str] | None = None)
     if reason := Manifest(files=listed).damage(folder, hashes=False):
         raise ValueError(f"{folder}: {reason}")
     names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()} - {MANIFEST}
-    new = entries_of(folder, sorted(names - listed.keys()))
+    new = compute_entries(folder, sorted(names - listed.keys()))
     for name in new:
         sync_file(folder / name)
     Manifest(files={**listed, **new}, step=step, parts=parts or {}).write(folder)

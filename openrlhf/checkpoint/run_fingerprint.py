@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
 from openrlhf.config.command import SECRETS
-from openrlhf.config.fields import change_of, to_words, values_of
+from openrlhf.config.fields import find_change, flag_values, to_words
 from openrlhf.config.resume import Change
 from openrlhf.observability.run_folder import redact
 
@@ -34,7 +34,7 @@ class RunFingerprint:
 
     @classmethod
     def of(cls, command: str, config: Any, contents: Mapping[str, str]) -> Self:
-        flags = {key: value for key, value in values_of(config).items() if key not in SECRETS}
+        flags = {key: value for key, value in flag_values(config).items() if key not in SECRETS}
         flags = json.loads(redact(json.dumps(flags), set()))
         return cls(command=command, flags=flags, contents=contents, config_type=type(config))
 
@@ -65,7 +65,7 @@ def compare(before: RunFingerprint, now: RunFingerprint) -> Comparison:
         return Comparison([f"`openrlhf {before.command}` wrote it, and this is `openrlhf {now.command}`"], [])
     comparison = Comparison([], [])
     for name, was, is_ in changes(before, now):
-        remark = change_of(now.config_type, name.removeprefix("--")).remark
+        remark = find_change(now.config_type, name.removeprefix("--")).remark
         text = f"{name} was {was}, is {is_}"
         rest = before.contents.get(name + BUT_GENERATION)
         if rest is not None and rest == now.contents.get(name + BUT_GENERATION):
@@ -108,7 +108,7 @@ def unknown(before: RunFingerprint, now: RunFingerprint) -> Iterator[str]:
 
 def _decides(fingerprint: RunFingerprint, key: str) -> bool:
     """Returns whether a resume depends on a flag."""
-    return change_of(fingerprint.config_type, key).change is not Change.FREE
+    return find_change(fingerprint.config_type, key).change is not Change.FREE
 
 
 def _content(fingerprint: RunFingerprint, name: str) -> str:

@@ -70,7 +70,7 @@ class Saved(NamedTuple):
 
     @property
     def step(self) -> int:
-        return step_of(self.tag)
+        return parse_step(self.tag)
 
     def record(self) -> Record | None:
         """Reads the file ORIGIN; None without one. Raises ValueError for a damaged one."""
@@ -82,7 +82,7 @@ class Saved(NamedTuple):
         with suppress(ValueError):
             if record := self.record():
                 return record.written
-        return time_of(self.place.stat().st_mtime)
+        return format_time(self.place.stat().st_mtime)
 
     def metric(self) -> float:
         """Returns the metric; minus infinity without one. Prints damage to its file."""
@@ -124,9 +124,9 @@ class Saved(NamedTuple):
         return None
 
 
-def step_of(tag: str) -> int:
+def parse_step(tag: str) -> int:
     return int(tag.removesuffix(UNIVERSAL).rpartition("global_step")[2])
 
 
-def time_of(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"

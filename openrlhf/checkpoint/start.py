@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.fields import flag_values, with_values
 from openrlhf.config.parse import Invocation
 from openrlhf.config.sections import TrainingConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
@@ -41,7 +41,7 @@ def _recorded(config: Config, section: str, key: str) -> str | None:
     return None
 
 
-def day_of(config: Config) -> date:
+def find_start_day(config: Config) -> date:
     """Returns the date that chat templates write: the day on which the run started, which its checkpoints
     record, or today."""
     with suppress(ValueError):
@@ -95,7 +95,7 @@ def check_output(config: Config, *, resumes: bool) -> None:
 
 def _models(config: Config) -> list[tuple[str, str]]:
     """Returns (flag, name or path) of each model that a flag names."""
-    flags = {key: value for key, value in values_of(config).items() if key.endswith("model_name_or_path")}
+    flags = {key: value for key, value in flag_values(config).items() if key.endswith("model_name_or_path")}
     return [(key, path) for key, value in flags.items() if value for path in value.split(",")]
 
 
@@ -150,7 +150,7 @@ def position(trainer: Loop, is_at_boundary: bool) -> str:
     return f"{where}; {trainer.checkpoints.resume_hint()}"
 
 
-def grace_of(config: Config) -> float:
+def find_grace(config: Config) -> float:
     """Returns the seconds that a run has after a signal to reach a step boundary; 0 if it saves no checkpoint
     there."""
     return config.train.grace_seconds if config.ckpt.saves_state else 0.0

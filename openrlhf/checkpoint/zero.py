@@ -143,13 +143,13 @@ class Checkpoint:
     def __init__(self, folder: str | Path, tensor_rank: int = 0) -> None:
         self.folder, self.tensor_rank = Path(folder), tensor_rank
         self.is_universal = (self.folder / "zero").is_dir()
-        self.shards = self._of_ranks("optim_states")
+        self.shards = self._list_rank_files("optim_states")
 
     def model_states(self) -> dict[str, Any]:
         """Returns the state that all ranks share, at stage 3 without weights. Raises UsageError if its file
         is missing."""
         whole = self.folder / f"mp_rank_{self.tensor_rank:02d}_model_states.pt"
-        for file in (whole, *self._of_ranks("model_states")):
+        for file in (whole, *self._list_rank_files("model_states")):
             if file.exists():
                 return _load(file)
         raise self._damaged("the file *_model_states.pt is missing.\nResume from another checkpoint")
@@ -169,7 +169,7 @@ class Checkpoint:
         self._check_complete(model_states["dp_world_size"])
         saved = SavedStates()
         for rank, shard in enumerate(self.shards):
-            states = _states_of(shard)
+            states = _get_states(shard)
             saved.loss_scale.update(_selected(states, LOSS_SCALE))
             if "fp32_flat_groups" in states:
                 _add_stage_3(saved, states, shapes, rank, len(self.shards))
@@ -204,7 +204,7 @@ class Checkpoint:
             saved.add(name, whole[MASTER].numel(), _vectors(whole), steps)
         return saved
 
-    def _of_ranks(self, what: str) -> list[Path]:
+    def _list_rank_files(self, what: str) -> list[Path]:
         """Returns the files named `what` of the data-parallel ranks, in order."""
         pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{self.tensor_rank:02d}_{what}\.pt")
         files = self.folder.glob("*.pt")
@@ -212,7 +212,7 @@ class Checkpoint:
         return [of_rank[rank] for rank in sorted(of_rank)]
 
 
-def slice_of(numel: int, rank: int, size: int) -> range:
+def find_slice(numel: int, rank: int, size: int) -> range:
     """Returns the range of elements of rank `rank` if a parameter is split equally among `size` ranks. The
     last ranks may have fewer elements, or none."""
     part = -(-numel // size)
@@ -223,7 +223,7 @@ def _load(file: Path) -> Any:
     return pickles.load(file, DEEPSPEED, mmap=True)
 
 
-def _states_of(shard: Path) -> dict[str, Any]:
+def _get_states(shard: Path) -> dict[str, Any]:
     return _load(shard)["optimizer_state_dict"]
 
 
@@ -261,10 +261,10 @@ def _add_stage_3(saved: SavedStates, states: dict, shapes: Sequence[Mapping], ra
         of_group = states["optimizer_state_dict"]["state"].get(i, {})
         vectors, place = _vectors(of_group) | {MASTER: master}, 0
         for name, shape in shapes[i].items():
-            numel = len(slice_of(shape.numel(), rank, size))
+            numel = len(find_slice(shape.numel(), rank, size))
             parts = {key: v[place:][:numel] for key, v in vectors.items()}
             saved.add(name, numel, parts, _scalars(of_group))
-            place += len(slice_of(shape.numel(), 0, size))
+            place += len(find_slice(shape.numel(), 0, size))
 
 
 def _states_of_stage_0(names: Sequence[str], model_states: dict[str, Any]) -> SavedStates:
@@ -283,13 +283,13 @@ def _states_of_stage_0(names: Sequence[str], model_states: dict[str, Any]) -> Sa
 
 def names_in_order(engine: Any) -> list[str]:
     """Returns the names of all parameters that a DeepSpeed engine trains, in its optimizer's order."""
-    return [name for group in _groups_of(engine) for name in group.names]
+    return [name for group in _list_groups(engine) for name in group.names]
 
 
 def stepped_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) of this rank's master weights and optimizer states, without padding."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for group in _groups_of(engine):
+    for group in _list_groups(engine):
         for key, vector in _vectors(inner.state.get(group.master, {}) | {MASTER: group.master}).items():
             if len(vector) == group.master.numel():
                 for piece in group.pieces:
@@ -308,7 +308,7 @@ def load_states(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     sizes = {name: getattr(p, "ds_numel", p.numel()) for p, name in engine.param_names.items()}
     others = (f"{name} of this size" for name in saved.fragments if saved.numel(name) != sizes[name])
     check_same_model((), others)
-    _load_optimizer(engine.optimizer, list(_groups_of(engine)), saved)
+    _load_optimizer(engine.optimizer, list(_list_groups(engine)), saved)
     buffers = dict(engine.module.named_buffers())
     for name in buffers.keys() & model_states["module"].keys():
         buffers[name].copy_(model_states["module"][name])
@@ -320,7 +320,7 @@ def load_states(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: SavedStates) -> None:
     masters = [_assembled(saved, group, MASTER) for group in groups]
-    states = {i: state for i, group in enumerate(groups) if (state := _state_of(saved, group))}
+    states = {i: state for i, group in enumerate(groups) if (state := _get_state(saved, group))}
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         own: dict[str, Any] = optimizer.state_dict() | saved.loss_scale | {"fp32_flat_groups": masters}
         own["optimizer_state_dict"] |= {"state": states}
@@ -343,7 +343,7 @@ def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: Sav
             vars(config).update(_selected(saved.loss_scale, LOSS_SCALE_OF_STAGE_0))
 
 
-def _state_of(saved: SavedStates, group: ParameterGroup) -> dict[str, Any]:
+def _get_state(saved: SavedStates, group: ParameterGroup) -> dict[str, Any]:
     """Returns a group's optimizer states; empty before the optimizer's first step."""
     vectors = {key: _assembled(saved, group, key) for key in saved.keys(group.names)}
     scalars = next((found for name in group.names if (found := saved.scalars[name])), {})
@@ -361,7 +361,7 @@ def _assembled(saved: SavedStates, group: ParameterGroup, key: str) -> Tensor:
     return values.view(group.master.shape)
 
 
-def _groups_of(engine: Any) -> Iterator[ParameterGroup]:
+def _list_groups(engine: Any) -> Iterator[ParameterGroup]:
     """Yields the optimizer's groups of parameters, in its order."""
     optimizer, name_of = engine.optimizer, engine.param_names
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -385,7 +385,7 @@ def _groups_of(engine: Any) -> Iterator[ParameterGroup]:
 def _slices(names: Sequence[str], params: Sequence[Any], ranks: Any) -> Iterator[Piece]:
     place = 0
     for name, param in zip(names, params, strict=True):
-        mine = slice_of(param.ds_numel, dist.get_rank(ranks), dist.get_world_size(ranks))
+        mine = find_slice(param.ds_numel, dist.get_rank(ranks), dist.get_world_size(ranks))
         yield Piece(name, mine.start, len(mine), place)
         place += param.partition_numel()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from openrlhf.cli.main import COMMANDS, reader_of
 from openrlhf.config.command import Command
 from openrlhf.config.commands import COMMANDS as CONFIGURED
-from openrlhf.config.fields import fields_of
+from openrlhf.config.fields import list_flags
 from openrlhf.errors import short_errors
 from openrlhf.tools.command_line.arguments import ArgumentParser
 from openrlhf.tools.command_line.run_files import TRAINING
@@ -95,7 +95,7 @@ def parser_of(name: str) -> argparse.ArgumentParser | None:
 
 
 def _flags_of_configuration(command: Command) -> list[Flag]:
-    fields = fields_of(command.config_type).values()
+    fields = list_flags(command.config_type).values()
     flags = [Flag(field.key, _first_sentence(field.help), field.choices) for field in fields]
     flags += [
         Flag("config", "YAML file of flags"),

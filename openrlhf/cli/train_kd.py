@@ -30,7 +30,7 @@ class DistillationTask(ResponsesTask[KDConfig]):
 
         super().check_models()
         path = self.config.teacher.model_name_or_path
-        own, other = task.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
+        own, other = task.load_run_tokenizer(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
         if self.config.data.reads_images:
             check_same_images(self.config.model.model_name_or_path, path, TEACHER_FLAG)

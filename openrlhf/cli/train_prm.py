@@ -27,7 +27,7 @@ class ProcessRewardTask(task.Task[PRMConfig]):
         if tokens := self.config.data.reward_tokens:
             from openrlhf.data.steps import reward_token_ids
 
-            reward_token_ids(task.load_tokenizer_of(self.config), tokens)
+            reward_token_ids(task.load_run_tokenizer(self.config), tokens)
 
     def builder(self) -> partial:
         from openrlhf.data.steps import build_steps

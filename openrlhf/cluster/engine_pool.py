@@ -20,7 +20,7 @@ from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Gathered, Handle, actor_names, first
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.process_exits import cause_of, dead_among
+from openrlhf.cluster.process_exits import dead_among, find_cause
 from openrlhf.cluster.watchdog import start_heartbeat
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.fields import with_values
@@ -272,7 +272,7 @@ class EnginePool:
         """Reports the engines whose death made a weight sync fail. `numbers`: the engines that took part.
         Returns False if the sync failed for another reason."""
         members = [self.members[i] for i in numbers]
-        failed = cause_of(error)
+        failed = find_cause(error)
         if not isinstance(failed, EnginesFailedError):
             deaths: Mapping[int, BaseException] = dead_among(members)
         elif failed.failures.keys() - failed.dead:  # an engine that lives loaded wrong weights

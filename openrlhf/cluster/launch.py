@@ -32,7 +32,7 @@ from ray.exceptions import RayError
 from ray.runtime_env import RuntimeEnv
 
 from openrlhf.cluster import environment
-from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
+from openrlhf.cluster.layout import Layout, Nodes, compute_layout, total
 from openrlhf.cluster.process_reaper import start_process_reaper
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, counted, notify
@@ -302,4 +302,4 @@ def _ask(address: str) -> grpc.StatusCode:
 def check_resources(config: PPOConfig) -> Layout:
     """Returns the placement of the run in the cluster, or on this machine. Raises UsageError if it does not
     fit."""
-    return layout_of(config, available_nodes())
+    return compute_layout(config, available_nodes())

@@ -86,7 +86,7 @@ class Layout:
         return 0.0 if role == ENGINES else GPU_CLAIM
 
 
-def layout_of(config: PPOConfig, nodes: Nodes) -> Layout:
+def compute_layout(config: PPOConfig, nodes: Nodes) -> Layout:
     """Returns the run's placement on these nodes. Raises UsageError if it does not fit."""
     if problems := resource_problems(config, nodes):
         raise as_one(problems)

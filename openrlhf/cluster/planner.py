@@ -10,7 +10,7 @@ from typing import Any
 
 from openrlhf.cluster.layout import Nodes, resource_problems, total
 from openrlhf.config.checks import uneven_batch
-from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.fields import flag_values, with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import engines_beside_actor, optimizer_sleep
 
@@ -52,7 +52,7 @@ def suitable_flags(
         placed = chosen(placed, {"vllm.enable_sleep": True})
         asleep = chosen(placed, {"ds.enable_sleep": not placed.ds.adam_offload})
         placed = placed if any(optimizer_sleep(asleep)) else asleep
-    before, after = values_of(config), values_of(placed)
+    before, after = flag_values(config), flag_values(placed)
     return {key: value for key, value in after.items() if value != before[key]}
 
 

@@ -32,7 +32,7 @@ def explaining_exits(members: Callable[[], Sequence[ActorHandle]] = list) -> Ite
     try:
         yield
     except RayError as error:
-        cause = cause_of(error)
+        cause = find_cause(error)
         if isinstance(cause, EnginesFailedError):
             raise RunError(cause.code, cause.text) from error
         death = _death_in(error) or next(map(_described, dead_among(members()).values()), None)
@@ -50,7 +50,7 @@ def is_lost_process(error: Exception) -> bool:
 
 def is_death(error: BaseException) -> bool:
     """Tells whether an engine's error means that its process is gone or unusable."""
-    cause = cause_of(error)
+    cause = find_cause(error)
     if isinstance(cause, RunError):
         return cause.code is ErrorCode.ENGINE_FAILED and not isinstance(cause, EnginesFailedError)
     return isinstance(cause, RayActorError)
@@ -59,13 +59,13 @@ def is_death(error: BaseException) -> bool:
 def describe_cause(error: BaseException) -> str:
     """Returns a description of an error's cause: the death of a process, or the exception that a process
     raised."""
-    cause = cause_of(error)
+    cause = find_cause(error)
     if type(cause) is RunError or (isinstance(cause, EngineDied) and error is cause):
         return cause.text
     return str(_death_in(error) or f"{type(cause).__name__}: {cause}")
 
 
-def cause_of(error: BaseException | None) -> BaseException | None:
+def find_cause(error: BaseException | None) -> BaseException | None:
     """Returns the original exception of a failed task, or of a task on which it depended."""
     while isinstance(error, RayTaskError):
         error = error.cause
@@ -74,7 +74,7 @@ def cause_of(error: BaseException | None) -> BaseException | None:
 
 def _death_in(error: BaseException | None) -> RunError | None:
     """Returns an error for the process whose death caused `error`; None if it has another cause."""
-    cause = cause_of(error)
+    cause = find_cause(error)
     if isinstance(cause, EngineDied):  # Ray's message names the actor, not the dead child process
         (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", str(error)) or [("?", "?")]
         return _death("EngineActor", f"the process that computes for process {pid} on {ip}", pid)

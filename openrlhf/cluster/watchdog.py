@@ -214,7 +214,7 @@ class Watchdog:
             seen.answered, seen.number, seen.last = now, beat.number, beat
             if beat.progress != seen.progress or not beat.is_busy:
                 seen.advanced, seen.progress = now, beat.progress
-        limit, name = self._limits(role), name_of(role, index, seen.last)
+        limit, name = self._limits(role), name_process(role, index, seen.last)
         since, notice, text = now - seen.answered, min(NOTICE, limit), f"{name} has not answered"
         if seen.last is None:  # imports alone may take longer than NOTICE
             notice, text = max(notice, limit / 3), f"{name} has not started"
@@ -240,7 +240,7 @@ class Watchdog:
         processes that still answer, at most STACKS_WAIT seconds."""
         self._board.ask_for_stacks()
         named = {
-            member._actor_id.hex(): name_of(role, index, None)
+            member._actor_id.hex(): name_process(role, index, None)
             for role, members in self._processes().items()
             for index, member in enumerate(members)
             if member is not None
@@ -258,7 +258,7 @@ class Watchdog:
         return path
 
 
-def name_of(role: str, index: int, beat: Beat | None) -> str:
+def name_process(role: str, index: int, beat: Beat | None) -> str:
     """Returns the name of a process for messages."""
     name = f"engine {index}" if role == ENGINES else f"rank {index} of {role}"
     return name if beat is None else f"{name} (process {beat.pid} on {beat.host})"

@@ -21,10 +21,10 @@ from openrlhf.backends.weight_sync.stored_weights import (
     EngineProbe,
     Limit,
     Probe,
+    build_run_probe,
     check_stored,
     differing_weights,
-    probe_of_run,
-    reason_of,
+    explain_difference,
 )
 from openrlhf.cluster.engine_supervisor import Answers, EngineSupervisor
 from openrlhf.cluster.pending import Handle, results
@@ -60,7 +60,7 @@ class WeightCheck:
 
     @cached_property
     def probe(self) -> Probe:
-        return probe_of_run(self.config)
+        return build_run_probe(self.config)
 
     def ask(self, policy: "PolicyRanks", version: int, trainer: Tensor, engines: Collection[int]) -> None:
         """Requests the log-probs of the probe from the engines with these indices. `trainer`: the policy's
@@ -113,4 +113,6 @@ class WeightCheck:
             (stored,) = results([engine.layer_fingerprints.remote(lengths)])
         except RayError as error:
             return f"Its layers could not be read back: {describe_cause(error)}"
-        return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))
+        return explain_difference(
+            unwritten, differing_weights(sent, stored, self.limit.relative), len(stored)
+        )

@@ -13,11 +13,11 @@ from typing import Any
 
 from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, ROW_KERNELS
 from openrlhf.config.command import Explicit, Problem, remark
-from openrlhf.config.fields import fields_of, values_of
+from openrlhf.config.fields import flag_values, list_flags
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.plugins import file_of
+from openrlhf.plugins import parse_file
 
 SCATTERED = (
     "not shared with {}: parts of a checkpoint would be on several disks.\nName a folder that all machines "
@@ -75,7 +75,7 @@ ALWAYS_PACKED: IgnoredFlags = "ds.packing_samples", "because samples are always 
 
 def needs(config: Any, table: Mapping[str, str]) -> Iterator[IgnoredFlags]:
     """Yields the flags of a table such as `NEEDS` that have no effect."""
-    values = values_of(config)
+    values = flag_values(config)
     for flag, keys in table.items():
         if values[flag] in (None, False, -1, ""):
             yield keys, f"without --{flag}"
@@ -129,7 +129,7 @@ def first_of_each(problems: list[Problem]) -> list[Problem]:
 
 def remark_ignored(config: Any, explicit: Explicit, rows: Iterable[IgnoredFlags]) -> Iterator[Problem]:
     """Yields a remark on each flag that was set to something else than its default and has no effect."""
-    values, defaults, known = values_of(config), values_of(type(config)()), list(rows)
+    values, defaults, known = flag_values(config), flag_values(type(config)()), list(rows)
     for key, source in explicit.items():
         if key not in defaults or source.shared or values[key] == defaults[key]:
             continue
@@ -139,15 +139,15 @@ def remark_ignored(config: Any, explicit: Explicit, rows: Iterable[IgnoredFlags]
 
 
 def required(config: Any, *keys: str) -> Iterator[Problem]:
-    values = values_of(config)
+    values = flag_values(config)
     for key in keys:
         if not values[key]:
-            text = f"is required. {fields_of(type(config))[key].help.removesuffix(' Required.')}"
+            text = f"is required. {list_flags(type(config))[key].help.removesuffix(' Required.')}"
             yield Problem(key, text, ErrorCode.MISSING_FLAG)
 
 
 def local_models(config: Any, *keys: str) -> Iterator[Problem]:
-    values = values_of(config)
+    values = flag_values(config)
     for key in keys:
         for name in (values[key] or "").split(","):
             if looks_local(name) and not os.path.isdir(name):
@@ -157,7 +157,7 @@ def local_models(config: Any, *keys: str) -> Iterator[Problem]:
 
 
 def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Problem]:
-    values = values_of(config)
+    values = flag_values(config)
     for key, probs in keys:
         items = split_spec(values[key] or "")
         for item in items:
@@ -442,7 +442,7 @@ def sequence_parallel(
 
 def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
     """Checks tensor parallelism. `ranks`: as for `sequence_parallel`."""
-    ds, key, values = config.ds, "ds.tensor_parallel_size", values_of(config)
+    ds, key, values = config.ds, "ds.tensor_parallel_size", flag_values(config)
     if ds.tensor_parallel_size == 1:
         return
     if ds.zero_stage == 3:
@@ -488,7 +488,7 @@ def backend(config: Any) -> Iterator[Problem]:
         without = "; or use --train.backend torch"
         yield from package("train.backend", "deepspeed", extra="deepspeed", otherwise=without)
         return
-    values = values_of(config)
+    values = flag_values(config)
     for key, (allowed, why) in TORCH_HAS.items():
         for own in (name for name in values if name == key or name.endswith(f".{key}")):
             if values[own] not in allowed:
@@ -568,7 +568,7 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig, hooks: tuple[str, ...] | Non
             yield Problem(key, "is a file; name a folder", ErrorCode.NOT_WRITABLE)
     for key, names in {"logger.trackers": logger.trackers, "train.hooks": hooks}.items():
         for name in names or ():
-            if (file := file_of(name)) and not os.path.isfile(file):
+            if (file := parse_file(name)) and not os.path.isfile(file):
                 yield Problem(key, missing(file, " ".join(names or ())), ErrorCode.NOT_FOUND)
     if logger.wandb.key == "***":
         text = "*** stands for a key in printed output; use True and set WANDB_API_KEY"

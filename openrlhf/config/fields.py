@@ -65,20 +65,20 @@ PLAIN = (str, int, float, type(None))
 
 
 @cache
-def fields_of(config_type: type) -> Mapping[str, Field]:
+def list_flags(config_type: type) -> Mapping[str, Field]:
     """Returns all flags of a configuration class by key, in the order of declaration."""
     return {field.key: field for field in _walk(config_type, "")}
 
 
-def change_of(config_type: type, key: str) -> OnResume:
+def find_change(config_type: type, key: str) -> OnResume:
     """Returns the effect of a change of flag `key` on a resume; unknown flags must not change."""
     if key.startswith(FREE_SECTIONS):
         return OnResume(Change.FREE)
-    field = fields_of(config_type).get(key)
+    field = list_flags(config_type).get(key)
     return field.on_resume if field else OnResume()
 
 
-def values_of(config: Any) -> dict[str, Any]:
+def flag_values(config: Any) -> dict[str, Any]:
     """Returns the values of all flags, and of the options in a mapping, by key."""
     values: dict[str, Any] = {}
     for name in _names(type(config)):
@@ -86,7 +86,7 @@ def values_of(config: Any) -> dict[str, Any]:
         if isinstance(value, PLAIN):  # of most flags, and quicker to recognize than the others
             values[name] = value
         elif is_dataclass(value):
-            values |= {f"{name}.{key}": inner for key, inner in values_of(value).items()}
+            values |= {f"{name}.{key}": inner for key, inner in flag_values(value).items()}
         elif isinstance(value, Mapping):
             values |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
@@ -112,10 +112,10 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     return replace(config, **here)
 
 
-def flag_of(config: Any, key: str) -> str:
+def format_flag(config: Any, key: str) -> str:
     """Returns `--key value`, marked if the value is the default."""
-    value = values_of(config)[key]
-    is_default = value == values_of(type(config)())[key]
+    value = flag_values(config)[key]
+    is_default = value == flag_values(type(config)())[key]
     return f"--{key} {' '.join(to_words(value))}{' (default)' if is_default else ''}"
 
 
@@ -252,10 +252,10 @@ def _without_mark(type_: Any) -> tuple[Any, OnResume]:
 def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
     """Returns the docstrings under the fields of a module's classes, by class and field."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: _docstrings_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {node.name: _read_docstrings(node) for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _docstrings_of(declaration: ast.ClassDef) -> Mapping[str, str]:
+def _read_docstrings(declaration: ast.ClassDef) -> Mapping[str, str]:
     docs = {}
     for line, below in pairwise(declaration.body):
         match line, below:

@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from openrlhf.config.command import SECRETS, Command
-from openrlhf.config.fields import Field, fields_of, to_words, values_of
+from openrlhf.config.fields import Field, flag_values, list_flags, to_words
 from openrlhf.config.options import option_defaults, option_fields
 from openrlhf.config.sections import OptimConfig
 
@@ -23,12 +23,12 @@ def help_text(command: Command, config: Any, word: str) -> str:
     """Lists the flags with `word` in their current or old names, with their values in `config`; "" if there
     are none."""
     selected = command.selected(config)
-    values, defaults = values_of(config), values_of(command.config_type()) | option_defaults(selected)
+    values, defaults = flag_values(config), flag_values(command.config_type()) | option_defaults(selected)
     blocks = []
     for title, doc, fields in sections(command, word, option_fields(selected)):
         lines = [f"{title}: {doc}" if doc else title]
         for field in fields:
-            lines += _help_of(field, values[field.key], defaults[field.key])
+            lines += _format_help(field, values[field.key], defaults[field.key])
         blocks.append("\n".join(lines))
     if not blocks:
         return ""
@@ -60,10 +60,10 @@ def sections(
     names = old_names(command)
     hints = get_type_hints(command.config_type)
     groups: dict[str, list[Field]] = {name: [] for name in _ORDER}
-    for field in (*fields_of(command.config_type).values(), *options.values()):
+    for field in (*list_flags(command.config_type).values(), *options.values()):
         if any(word in name for name in (field.key, *names.get(field.key, ()))):
             groups[_group(field)].append(field)
-    shared = fields_of(OptimConfig)
+    shared = list_flags(OptimConfig)
     for name, fields in groups.items():
         if fields:
             # Flags of this section alone come first.
@@ -79,7 +79,7 @@ def _group(field: Field) -> str:
         return top
     if top in ("local_rank", "use_ms"):
         return "other"
-    return "optim" if field.key in fields_of(OptimConfig) else "command"
+    return "optim" if field.key in list_flags(OptimConfig) else "command"
 
 
 def old_names(command: Command) -> dict[str, list[str]]:
@@ -91,7 +91,7 @@ def old_names(command: Command) -> dict[str, list[str]]:
     return names
 
 
-def _help_of(field: Field, value: Any, default: Any) -> list[str]:
+def _format_help(field: Field, value: Any, default: Any) -> list[str]:
     words = "" if field.is_bool else f" {field.values}"
     state = "" if value == "" else f" ({'default' if value == default else 'now'}: {shown(field, value)})"
     help_lines = textwrap.wrap(field.help, _WIDTH, initial_indent="      ", subsequent_indent="      ")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from openrlhf.config.fields import Field, fields_of
+from openrlhf.config.fields import Field, list_flags
 from openrlhf.errors import ErrorCode, UsageError
 
 PREFIX = "algo.options."
@@ -20,7 +20,7 @@ def option_fields(selected: Mapping[str, type]) -> dict[str, Field]:
     """
     found: dict[str, Field] = {}
     for flag, owner in selected.items():
-        for field in _fields_of(owner, flag):
+        for field in _list_fields(owner, flag):
             if (other := found.get(field.key)) and other.owner is not owner:
                 classes = f"{owner.__name__} and {other.owner.__name__}"
                 text = f"{classes} both have an option {field.name}; rename one of the two"
@@ -39,12 +39,12 @@ def option_defaults(selected: Mapping[str, type]) -> dict[str, Any]:
     }
 
 
-def _fields_of(owner: type, flag: str) -> list[Field]:
+def _list_fields(owner: type, flag: str) -> list[Field]:
     options = [f.name for f in fields(owner) if f.init]
     if not options:
         return []
     try:
-        declared = fields_of(owner)
+        declared = list_flags(owner)
         found = [Field(key=PREFIX + name, type=declared[name].type, owner=owner) for name in options]
         for field in found:
             _ = field.values  # raises for a type that no flag can have

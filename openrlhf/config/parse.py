@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
-from openrlhf.config.fields import Field, convert, fields_of, to_words, values_of, with_values
+from openrlhf.config.fields import Field, convert, flag_values, list_flags, to_words, with_values
 from openrlhf.config.help import help_text
 from openrlhf.config.old_flags import OTHER_NAMES, OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
@@ -63,7 +63,7 @@ def parse(
     problems += line.problems
     chosen, renamed, hints, more = _translate([*variables, *settings, *line.settings], command)
     hints += _say_who_wins(variables, chosen)
-    values, bad = _convert(chosen, fields_of(command.config_type))
+    values, bad = _convert(chosen, list_flags(command.config_type))
     config = with_values(command.config_type(), values)
     selected = command.selected(config)
     options, wrong = _read_options(chosen, selected, bad)
@@ -106,7 +106,7 @@ def parse(
 
 def _told(found: Sequence[Problem], config: Any, explicit: Explicit) -> tuple[list[UsageError], list[str]]:
     """Returns the fatal problems as errors, and the others as remarks."""
-    told = [(problem.fatal, _error_of(problem, config, explicit)) for problem in found]
+    told = [(problem.fatal, _to_error(problem, config, explicit)) for problem in found]
     return [error for fatal, error in told if fatal], [str(error) for fatal, error in told if not fatal]
 
 
@@ -126,8 +126,8 @@ def to_yaml(config: Any, *, defaults: bool = True) -> str:
         lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True),
     )
     tree: dict[str, Any] = {}
-    left_out = {} if defaults else values_of(type(config)())
-    for key, value in values_of(config).items():
+    left_out = {} if defaults else flag_values(type(config)())
+    for key, value in flag_values(config).items():
         if key in left_out and left_out[key] == value:
             continue
         *sections, name = key.split(".")
@@ -160,7 +160,7 @@ def write(text: str) -> None:
 def suggest(name: str, command: Command) -> list[str]:
     """Returns up to three current flags, best first: those with the meaning that `name` has in other
     libraries, else those whose current or old name is close to `name`."""
-    fields = fields_of(command.config_type)
+    fields = list_flags(command.config_type)
     named = OTHER_NAMES.get(name) or OTHER_NAMES.get(name.rpartition(".")[2], "")
     if meant := [key for key in named.split("|") if key in fields]:
         return meant[:1]
@@ -177,7 +177,7 @@ def suggest(name: str, command: Command) -> list[str]:
 
 def _spellings(command: Command, *, flat: bool) -> list[tuple[str, str]]:
     """Returns pairs of a current flag and one of its spellings."""
-    fields = fields_of(command.config_type)
+    fields = list_flags(command.config_type)
     pairs = [(key, key) for key in fields]
     pairs += [(key, old) for old, flag in command.old_flags.items() for key in flag.to]
     if flat:
@@ -297,7 +297,7 @@ def _say_who_wins(variables: Sequence[_Setting], chosen: Mapping[str, _Setting])
 
 
 def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[UsageError]]:
-    sections = {key.rpartition(".")[0] for key in fields_of(config_type)} - {""} | {PREFIX.rstrip(".")}
+    sections = {key.rpartition(".")[0] for key in list_flags(config_type)} - {""} | {PREFIX.rstrip(".")}
     sections |= {section.rpartition(".")[0] for section in sections} - {""}
     settings, problems = [], []
     for file in files:
@@ -376,7 +376,7 @@ def _translate(
 ) -> tuple[dict[str, _Setting], dict[str, str], list[str], list[UsageError]]:
     """Resolves settings to the last one of each flag. Returns these, the old spellings with their current
     names, hints on spellings with another or no effect, and problems."""
-    fields = fields_of(command.config_type)
+    fields = list_flags(command.config_type)
     has_options = bool(command.selected(command.config_type()))
     said = {setting.name: setting.words for setting in settings}
     chosen: dict[str, _Setting] = {}
@@ -511,12 +511,12 @@ def _read_options(
     return values, wrong
 
 
-def _error_of(problem: Problem, config: Any, explicit: Explicit) -> UsageError:
+def _to_error(problem: Problem, config: Any, explicit: Explicit) -> UsageError:
     """Returns a problem as an error with the flag's value, and with the file where the flag was set."""
-    value, source = values_of(config)[problem.key], explicit.get(problem.key, Source())
+    value, source = flag_values(config)[problem.key], explicit.get(problem.key, Source())
     silent = value is None or value is True or value == "" or problem.key in SECRETS
     words = "" if silent else _show(*to_words(value))
-    if words and problem.key not in explicit and value == values_of(type(config)()).get(problem.key):
+    if words and problem.key not in explicit and value == flag_values(type(config)()).get(problem.key):
         words += " (default)"
     place = f"{source.file}: " if source.file else ""
     return UsageError(problem.code, problem.text, flag=f"{place}--{problem.key}", value=words)

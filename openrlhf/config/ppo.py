@@ -29,7 +29,7 @@ from openrlhf.config.choices import (
     Range,
     Steps,
 )
-from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.fields import flag_values, with_values
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, is_gym
 from openrlhf.config.resume import NEW_LENGTH, Change, Content, Free, OnResume
 from openrlhf.config.sections import (
@@ -738,7 +738,7 @@ class PPOConfig(TrainingConfig):
 
     @property
     def _names(self) -> dict[str, str]:
-        values = values_of(self)
+        values = flag_values(self)
         corrects = self.algo.advantage.is_correction_enable
         return {key: values[key] for key in SELECTING if corrects or key != CORRECTION_KEY}
 

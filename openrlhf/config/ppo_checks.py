@@ -12,13 +12,13 @@ from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.config import checks
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit, Problem, remark
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import flag_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.config.speculation import parse_speculation
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.plugins import file_of, is_reference, registered
+from openrlhf.plugins import is_reference, parse_file, registered
 
 
 def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
@@ -242,7 +242,7 @@ def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
 
 def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
     """Checks the name of a user's object without importing it. `form`: the expected form of the value."""
-    if file := file_of(name):
+    if file := parse_file(name):
         if not os.path.isfile(file):
             yield Problem(key, checks.missing(file, name), ErrorCode.NOT_FOUND)
     elif not is_reference(name) and name not in (names := registered(kind)):
@@ -298,7 +298,7 @@ BOUNDS = (
 
 
 def _bounds(config: PPOConfig) -> Iterator[Problem]:
-    values = values_of(config)
+    values = flag_values(config)
     for key in BOUNDS:
         if values[key] is not None and len(values[key]) == 2 and values[key][0] >= values[key][1]:
             yield Problem(key, "the first bound must be less than the second", ErrorCode.INVALID_VALUE)
@@ -593,7 +593,7 @@ def _made(config: PPOConfig) -> str:
 
 def _ranks(config: PPOConfig) -> dict[str, int]:
     """Returns the number of ranks of each role with GPUs of its own."""
-    values = values_of(config)
+    values = flag_values(config)
     return {
         role: values[f"{role}.num_nodes"] * values[f"{role}.num_gpus_per_node"]
         for role in config.own_placements
@@ -632,7 +632,7 @@ def engines_beside_actor(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
-    values = values_of(config)
+    values = flag_values(config)
     if config.placement == "auto" and "train.colocate_all" in explicit and not config.train.colocate_all:
         text = "with --placement auto the models share their GPUs; remove one of the two"
         yield Problem("train.colocate_all", text)

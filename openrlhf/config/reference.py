@@ -2,7 +2,7 @@
 
 from openrlhf.config.command import Command
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import flag_values
 from openrlhf.config.help import old_names, sections, shown
 
 
@@ -14,7 +14,7 @@ def page(*commands: Command) -> str:
 
 def markdown(command: Command) -> str:
     """Returns the flags of a command as one Markdown table per section."""
-    values = values_of(command.config_type())
+    values = flag_values(command.config_type())
     values["logger.wandb.run_name"] = f"{command.name}_<month, day>T<hour>:<minute>_<number>"
     names = old_names(command)
     lines = [f"## openrlhf {command.name}", "", command.summary]

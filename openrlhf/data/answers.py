@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.bad_rows import BadRow, value_of
+from openrlhf.data.bad_rows import BadRow, read_value
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import calls_of, read_text, text_of
+from openrlhf.data.messages import join_text, read_calls, read_text
 from openrlhf.data.templates import (
     Message,
     PromptTemplate,
@@ -20,8 +20,8 @@ from openrlhf.data.templates import (
     as_messages,
     check_ends,
     joined,
+    read_tools,
     render_messages,
-    tools_of,
 )
 from openrlhf.errors import ErrorCode, UsageError, warn_once
 
@@ -50,7 +50,7 @@ class AnswerColumns:
     images: "ImageColumn | None" = None
     """Column of images, which a chat template writes as placeholders."""
     tools_key: str | None = None
-    """Column of the tools that a chat template lists, see `tools_of`."""
+    """Column of the tools that a chat template lists, see `read_tools`."""
 
     @classmethod
     def of(cls, template: PromptTemplate, input_key: str, output_key: str | None, **options: Any) -> Self:
@@ -73,15 +73,15 @@ class AnswerColumns:
         tokenizer, are_several = self.template.tokenizer, len(self.answer_keys) > 1
         if not self.template.apply_chat_template:
             asked = self.prompt_key
-            prompt = "" if asked is None else self.template(value_of(row, asked, str))
-            texts = [plain_answer(prompt, value_of(row, key, str)) for key in self.answer_keys]
+            prompt = "" if asked is None else self.template(read_value(row, asked, str))
+            texts = [plain_answer(prompt, read_value(row, key, str)) for key in self.answer_keys]
             return tuple(text if prompt or are_several else replace(text, spans=()) for text in texts)
         talks, first = self._conversations(row)
         for talk in talks:
             check_ends(talk, tokenizer)
         if self.images is not None:
             talks = [self.images.place(row, talk) for talk in talks]
-        tools = tools_of(row, self.tools_key)
+        tools = read_tools(row, self.tools_key)
         first, mark = (0 if self.multiturn else first), self.scored or mark_answer
         return tuple(mark(talk, first, tokenizer, tools) for talk in talks)
 
@@ -100,7 +100,7 @@ class AnswerColumns:
     def _messages(self, row: Row, column: str, role: str, *, is_whole: bool = False) -> list[Message]:
         """Returns a column as messages; a text, which is no whole conversation, becomes one message of
         `role`."""
-        value = value_of(row, column, str, list)
+        value = read_value(row, column, str, list)
         are_several = len(self.answer_keys) > 1
         if is_whole and isinstance(read_text(value), str):
             text = f"column {column!r} is text; without --data.prompt_key it must be a list of messages."
@@ -160,9 +160,9 @@ def mark_answer(
     for turn in turns:
         prompt = render(messages[:turn], add_generation_prompt=True)
         ended = render(messages[: turn + 1], add_generation_prompt=False).rstrip()
-        content, calls = messages[turn].get("content"), calls_of(messages[turn])
+        content, calls = messages[turn].get("content"), read_calls(messages[turn])
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-        words = [(text_of([part]) or "").strip() for part in parts]
+        words = [(join_text([part]) or "").strip() for part in parts]
         names = [str(call.get("name")) for call in calls]
         is_shown = all(word in text[len(prompt) : len(ended)] for word in words + names)
         if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):

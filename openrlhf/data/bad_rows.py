@@ -66,7 +66,7 @@ def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:
             raise BadRow(f"column {column!r} is {kind(row[column])}; in most rows it is {usual}.")
 
 
-def value_of(row: Row, column: str, *types: type) -> Any:
+def read_value(row: Row, column: str, *types: type) -> Any:
     """Returns the value of a column. Raises BadRow if it is missing, null, NaN or of another type."""
     if row.get(column) is None:
         raise BadRow(f"column {column!r} is {'null' if column in row else 'missing'}.")

@@ -167,7 +167,7 @@ def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     token_ids: list[int] = []
     learned: list[bool] = []
     for i, (start, end) in enumerate(pairwise([0, *text.borders, len(text.text)])):
-        piece = token_ids_of(text.text[start:end], tokenizer) if start < end else []
+        piece = tokenize_text(text.text[start:end], tokenizer) if start < end else []
         token_ids += piece
         learned += [not text.ends and i % 2 == 1] * len(piece)
         if piece and end in text.ends:
@@ -179,7 +179,7 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Tokenises the pieces of a text separately, since a slow tokenizer has no offsets. Raises UsageError
     where the pieces decode to another text than the whole."""
     token_ids, learned = _encode_pieces(text, tokenizer)
-    if decode(tokenizer, token_ids) != decode(tokenizer, token_ids_of(text.text, tokenizer)):
+    if decode(tokenizer, token_ids) != decode(tokenizer, tokenize_text(text.text, tokenizer)):
         raise UsageError(
             ErrorCode.UNSUPPORTED,
             "the slow tokenizer of this model cannot find the boundary of prompt and reply: a text that is\n"
@@ -189,7 +189,7 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return token_ids, learned
 
 
-def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -24,7 +24,7 @@ from PIL import Image as PILImage
 
 from openrlhf.data.files import kind
 from openrlhf.data.image_urls import check_url, fetch
-from openrlhf.data.pictures import name_of, png
+from openrlhf.data.pictures import name_image, png
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import cache_folder, replacing
 from openrlhf.types import Image
@@ -103,19 +103,19 @@ def _find_text(text: str, sources: ImageSources) -> tuple[str, Path | bytes]:
         if not kind_of_data.endswith(";base64"):
             reason = "a data: URI must be data:image/...;base64,..."
             raise UsageError(ErrorCode.INVALID_ROW, reason, value=text[:40])
-        return _named(_of_base64(data))
+        return _named(_decode_base64(data))
     if "://" in text:
         return text, _downloaded(text, sources)
     if text.startswith(_BASE64_BEGINNINGS) and "." not in text:
-        return _named(_of_base64(text))
+        return _named(_decode_base64(text))
     return text, _in_root(text, sources.root)
 
 
 def _named(data: bytes) -> tuple[str, bytes]:
-    return name_of(data), data
+    return name_image(data), data
 
 
-def _of_base64(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s", "", text), validate=True)
     except binascii.Error as error:

@@ -11,14 +11,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns, plain_answer
-from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, read_value, refuse
 from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import read_text, text_of
+from openrlhf.data.messages import join_text, read_text
 from openrlhf.data.prompts import encode_prompts
 from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
+from openrlhf.data.templates import PromptTemplate, as_messages, read_tools
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
@@ -78,9 +78,9 @@ def build_questions(
     chosen = rows.take([number % len(rows) for number in numbers])
 
     def read(row: Row) -> tuple[Input, str]:
-        value = value_of(row, input_key, str, list)
+        value = read_value(row, input_key, str, list)
         asked = read_text(value) if apply_chat_template else value
-        tools = tools_of(row, tools_key) if apply_chat_template else None
+        tools = read_tools(row, tools_key) if apply_chat_template else None
         return value, template(asked if suffix is None else with_suffix(asked, suffix), tools)
 
     skipped: Counter[str] = Counter()
@@ -118,7 +118,7 @@ def build_answers(
     answers = AnswerColumns(template=template, scored=scored_answer, **keys)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
-        value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
+        value, output = read_value(row, input_key, str, list), read_value(row, output_key, str, list)
         if apply_chat_template:
             return value, output, answers(row)[0]
         if not isinstance(output, str):
@@ -146,7 +146,7 @@ def with_suffix(value: Input, suffix: str) -> Input:
     if isinstance(value, str):
         return f"{value} {suffix.strip()} "
     *others, last = as_messages(value)
-    if (text := text_of(last.get("content"))) is None:
+    if (text := join_text(last.get("content"))) is None:
         raise BadRow("the last message is not text, so nothing can be appended to it.")
     return [*others, last | {"content": with_suffix(text, suffix)}]
 

@@ -52,7 +52,7 @@ def read_text(value: Any) -> Any:
     return found if is_talk else value
 
 
-def text_of(content: Any) -> str | None:
+def join_text(content: Any) -> str | None:
     """Returns a content that is text, or the joined parts if all are text; None for any other."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
@@ -61,7 +61,7 @@ def text_of(content: Any) -> str | None:
     return "".join(texts) if len(texts) == len(content) else None
 
 
-def calls_of(message: Message) -> list[dict[str, Any]]:
+def read_calls(message: Message) -> list[dict[str, Any]]:
     """Returns name and arguments of each call in a message, in OpenAI's present and earlier form, or flat."""
     calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
     return [call.get("function", call) for call in calls if isinstance(call, dict)]
@@ -118,9 +118,9 @@ def _fitted(message: Message, form: Reads) -> Message:
     if content is None:
         content = None if form.null else ""
     elif isinstance(content, list) and not form.parts:
-        if others := [part for part in content if text_of([part]) is None]:
+        if others := [part for part in content if join_text([part]) is None]:
             raise ValueError(f"it reads text alone, and a content has the part {str(others[0])[:60]}")
-        content = text_of(content)
+        content = join_text(content)
     as_text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     fitted, change = {**message, "content": content}, decoded if form.objects else as_text
     if calls := message.get("tool_calls"):

@@ -17,7 +17,7 @@ def decoded(data: bytes) -> PILImage.Image:
 def encoded(picture: PILImage.Image) -> Image:
     """Returns a PNG file of exactly these pixels, in RGB, named by its digest."""
     data = png(picture.convert("RGB"))
-    return Image(name_of(data), data)
+    return Image(name_image(data), data)
 
 
 def png(picture: PILImage.Image) -> bytes:
@@ -26,6 +26,6 @@ def png(picture: PILImage.Image) -> bytes:
     return file.getvalue()
 
 
-def name_of(data: bytes) -> str:
+def name_image(data: bytes) -> str:
     """Returns the name of an image file that has no other: its SHA-256."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"

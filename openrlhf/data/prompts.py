@@ -11,13 +11,13 @@ from typing import overload
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, read_value, refuse
 from openrlhf.data.encode import blocks, check_left
 from openrlhf.data.files import PACKED, Row, has_rows
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.prompt_sampler import PromptDataset
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
+from openrlhf.data.templates import PromptTemplate, as_messages, read_tools
 from openrlhf.errors import ErrorCode
 from openrlhf.text import first_token_ids, with_first
 from openrlhf.types import Image, Prompt
@@ -53,14 +53,14 @@ def build_prompts(
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
 
     def read(row: Row) -> Prompt:
-        value = value_of(row, input_key, str, list)
-        tools = tools_of(row, tools_key) if apply_chat_template else None
+        value = read_value(row, input_key, str, list)
+        tools = read_tools(row, tools_key) if apply_chat_template else None
         if images is not None:
             value = images.place(row, as_messages(value))
         return Prompt(
             prompt_id=0,
             text=template(value, tools),
-            label="" if label_key is None else value_of(row, label_key),
+            label="" if label_key is None else read_value(row, label_key),
             source=str(row.get("datasource") or source),
             messages=as_messages(value) if apply_chat_template else None,
             tools=tools,

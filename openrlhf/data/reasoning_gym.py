@@ -67,7 +67,7 @@ def gym_dataset(item: str, flag: str) -> Any:
 
 
 def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
-    """Yields rows with `input`: the question, `label`: the key from which `entry_of` generates the problem
+    """Yields rows with `input`: the question, `label`: the key from which `find_entry` generates the problem
     again, and `datasource`: the dataset's name."""
     dataset = gym_dataset(item, flag)
     name = parse_gym(item).name
@@ -77,11 +77,11 @@ def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
 
 
 @lru_cache(maxsize=1024)  # the samples of a prompt are verified close together
-def entry_of(label: str) -> tuple[Any, dict[str, Any]]:
+def find_entry(label: str) -> tuple[Any, dict[str, Any]]:
     """Returns (dataset, problem) of a row's label. Raises RunError if this process generates another
     problem from it."""
     item, index, digest = label.rsplit("#", 2)
-    dataset = _dataset_of(item)
+    dataset = _build_dataset(item)
     entry = dataset[int(index)]
     if _digest(entry["question"]) != digest:
         text = (
@@ -93,7 +93,7 @@ def entry_of(label: str) -> tuple[Any, dict[str, Any]]:
 
 
 @cache
-def _dataset_of(item: str) -> Any:
+def _build_dataset(item: str) -> Any:
     return gym_dataset(item, "label")
 
 

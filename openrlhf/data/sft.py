@@ -6,7 +6,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
-from openrlhf.data.bad_rows import BadRowAction, value_of
+from openrlhf.data.bad_rows import BadRowAction, read_value
 from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_skip, truncated
 from openrlhf.data.files import Row
 from openrlhf.data.image_rows import ImageColumn
@@ -82,5 +82,5 @@ def build_sft_samples(
 
 
 def _pretrain_text(row: Row, input_key: str) -> tuple[Text]:
-    text = value_of(row, input_key, str)
+    text = read_value(row, input_key, str)
     return (Text(text=text, spans=((0, len(text)),) if text.strip() else ()),)

@@ -119,7 +119,7 @@ def load_rows(
         items.append(np.concatenate(indices)[:max_samples])
     for part in parts:
         check_part(part, len(part.rows), flag, required_columns)
-    kinds, usual = _kinds_of(parts, required_columns), {}
+    kinds, usual = _find_kinds(parts, required_columns), {}
     if bad_rows == "error":
         _check_one_type(kinds)
     else:
@@ -150,7 +150,7 @@ def heads(spec: str, flag: str, split: str, read: Callable[[File], Part]) -> Ite
             gym_dataset(item, flag)
             yield Part(name=item, rows=[dict.fromkeys(COLUMNS, "")], columns=COLUMNS)
             continue
-        for file in _files_of(item, split, flag) or ():
+        for file in _list_files(item, split, flag) or ():
             yield _read_saved(file, split) if file.path.is_dir() else read(file)
 
 
@@ -162,7 +162,7 @@ def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
         if is_gym(item):
             found.append((item, version("reasoning_gym")))
             continue
-        files = _files_of(item, split, flag, look_up=True)
+        files = _list_files(item, split, flag, look_up=True)
         if files is None:
             found.append((item, cast(datasets.Dataset, _read_hub(item, split, flag).rows)._fingerprint))
             continue
@@ -177,7 +177,7 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     if is_gym(item):
         size = gym_dataset(item, flag).size
         return [Part.of(item, list(tracked(gym_rows(item, flag), size, f"making {item}")))]
-    files = _files_of(item, split, flag, look_up=True)
+    files = _list_files(item, split, flag, look_up=True)
     if files is None:
         return [_read_hub(item, split, flag)]
     return [read_file(file, split, bad_rows) for file in files]
@@ -187,7 +187,7 @@ def read_file(file: File, split: str, bad_rows: BadRows) -> Part:
     return _read_saved(file, split) if file.path.is_dir() else READERS[file.path.suffix](file, bad_rows)
 
 
-def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
+def _list_files(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
     """Lists the files to read for an item, unpacked, or the folder of one saved dataset. None for a name on
     Hugging Face's hub. Files of a name on ModelScope are fetched with `look_up`; without, None."""
     files = named_files(item, split, flag, look_up=look_up)
@@ -196,7 +196,7 @@ def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> lis
 
 def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File] | None:
     if is_url(item):
-        return fetched(item, flag, partial(_of_split, place=item, split=split, flag=flag))
+        return fetched(item, flag, partial(_select_split, place=item, split=split, flag=flag))
     place = _find(item, flag)
     if place is None and uses_modelscope() and look_up:
         name, _, data_dir = item.partition("@")
@@ -210,11 +210,11 @@ def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File
         except OSError as error:
             text = f"the folder cannot be read: {error}.\nName a folder that contains only the data set."
             raise UsageError(ErrorCode.UNREADABLE, text, flag=flag, value=place) from error
-        files = [place / name for name in _of_split(names, place=place, split=split, flag=flag)]
+        files = [place / name for name in _select_split(names, place=place, split=split, flag=flag)]
     return [File(path, str(path), flag) for path in files]
 
 
-def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
+def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
     """Returns the row files in `place` whose names have `split`; if no name has a split, all row files."""
     files = [name for name in names if has_rows(name) and not _is_left_out(name)]
     if not files:
@@ -318,7 +318,7 @@ Found = dict[str, tuple[str, int]]
 """Kind of value -> (place of the first one, number of rows)."""
 
 
-def _kinds_of(parts: Sequence[Part], required: Mapping[str, str | None]) -> list[tuple[str, str, Found]]:
+def _find_kinds(parts: Sequence[Part], required: Mapping[str, str | None]) -> list[tuple[str, str, Found]]:
     """Returns (flag, column, its kinds in the order of occurrence) for each required column."""
     kinds = []
     for flag, column in required.items():

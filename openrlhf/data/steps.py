@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
-from openrlhf.data.encode import Text, Tokens, build_samples, token_ids_of, truncated
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_value
+from openrlhf.data.encode import Text, Tokens, build_samples, tokenize_text, truncated
 from openrlhf.data.files import Row, kind
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Samples, Skip
@@ -64,8 +64,8 @@ def build_steps(
     label_of = _label_reader(tokenizer, reward_tokens)
 
     def read(row: Row) -> tuple[tuple[Text], np.ndarray]:
-        text = value_of(row, input_key, str)
-        labels = _labels(value_of(row, label_key, list), label_key, label_of)
+        text = read_value(row, input_key, str)
+        labels = _labels(read_value(row, label_key, list), label_key, label_of)
         ends = tuple(found.end() for found in re.finditer(re.escape(placeholder_token), text))
         _check_placeholders(text, len(ends), len(labels), placeholder_token)
         return (Text(text=text, ends=ends),), labels
@@ -94,7 +94,7 @@ def build_steps(
 def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[int, ...]:
     """Returns the token id of each text. Raises UsageError unless each text is one token of the tokenizer,
     all different."""
-    ids = {token: token_ids_of(token, tokenizer) for token in tokens}
+    ids = {token: tokenize_text(token, tokenizer) for token in tokens}
     text = ""
     if wrong := [f"{token!r} has {_pieces(ids[token], tokenizer)}" for token in ids if len(ids[token]) != 1]:
         text = (
@@ -129,7 +129,7 @@ def _label_reader(
 
 
 def _any_token_id(label: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
-    ids = token_ids_of(label, tokenizer)
+    ids = tokenize_text(label, tokenizer)
     if len(ids) != 1:
         raise BadRow(f"label {label!r} has {_pieces(ids, tokenizer)}, and must be one token.")
     return ids[0]

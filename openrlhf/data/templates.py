@@ -18,12 +18,12 @@ from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import (
     MARK,
     Message,
-    calls_of,
     decoded,
+    join_text,
+    read_calls,
     read_text,
     reads,
     render,
-    text_of,
     with_role,
     without_nulls,
 )
@@ -81,7 +81,7 @@ class PromptTemplate:
             messages = as_messages(value)
             check_ends(messages, self.tokenizer)
             is_open = messages[-1]["role"] == "assistant"
-            if is_open and not (text_of(messages[-1].get("content")) or "").strip():
+            if is_open and not (join_text(messages[-1].get("content")) or "").strip():
                 raise BadRow("the last message is the assistant's and has no text that an answer continues.")
             return render_messages(
                 messages, self.tokenizer, add_generation_prompt=not is_open, is_open=is_open, tools=tools
@@ -104,14 +104,14 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             form = '{"role": …, "content": …} or {"from": "human" or "gpt", "value": …}'
             raise BadRow(f"message {i} is not of the form {form}.")
-        if message.get("content") is None and not calls_of(message):
+        if message.get("content") is None and not read_calls(message):
             raise BadRow(f"message {i} ({message['role']}) has no content.")
         if i > 1 and message["role"] == value[i - 2]["role"] == "assistant":
             raise BadRow(f"messages {i - 1} and {i} are answers in a row; join them, or remove one.")
     return without_nulls(value)
 
 
-def tools_of(row: Row, key: str | None) -> Tools | None:
+def read_tools(row: Row, key: str | None) -> Tools | None:
     """Returns the tools in a column, a list or its JSON text; None without any. Raises BadRow for others."""
     tools = None if key is None else decoded(row.get(key))
     if not tools:
@@ -127,8 +127,8 @@ def joined(
 ) -> list[Message]:
     """Joins the messages of two columns. Raises BadRow if the second repeats the end of the first, apart from
     white space, or if both are turns of the assistant."""
-    plain = lambda content: content if (text := text_of(content)) is None else text
-    squeezed = lambda m: (m["role"], "".join(str(plain(m.get("content"))).split()), calls_of(m))
+    plain = lambda content: content if (text := join_text(content)) is None else text
+    squeezed = lambda m: (m["role"], "".join(str(plain(m.get("content"))).split()), read_calls(m))
     ours, theirs = [*map(squeezed, prompt)], [*map(squeezed, answer)]
     if any(ours[-count:] == theirs[:count] for count in range(1, 1 + min(len(ours), len(theirs)))):
         raise BadRow(f"column {answer_key!r} already begins with the messages of {prompt_key!r};\n{remedy}")
@@ -250,7 +250,7 @@ def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
         return
     token = _special_tokens(tokenizer).pattern.match(end)
     ends = (token[0] if token else end, tokenizer.eos_token or end)
-    answers = (text_of(m.get("content")) or "" for m in messages if m["role"] == "assistant")
+    answers = (join_text(m.get("content")) or "" for m in messages if m["role"] == "assistant")
     if wrong := next((answer for answer in answers if answer.rstrip().endswith(ends)), ""):
         text = f"the answer {shortened(wrong, 80)!r} ends itself, and the chat template ends it again."
         raise BadRow(f"{text}\nTake the end out of the row.", ErrorCode.CHAT_TEMPLATE)
@@ -291,7 +291,7 @@ class _SpecialTokens:
         if self.is_noted:
             return
         for message in messages:
-            text = text_of(message.get("content"))
+            text = join_text(message.get("content"))
             if message["role"] == "assistant" or text is None:
                 continue
             if found := self.pattern.search(text):

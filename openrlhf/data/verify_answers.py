@@ -7,7 +7,7 @@ and looks for the answer as the row has it, so it shares nothing with the markin
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
-from openrlhf.data.encode import Tokens, token_ids_of
+from openrlhf.data.encode import Tokens, tokenize_text
 from openrlhf.data.files import Row
 from openrlhf.data.messages import read_text
 from openrlhf.data.sources import Rows
@@ -73,7 +73,7 @@ def _content(value: object, role: str) -> str | None:
 
 
 def _decoded(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    return _squeezed(decode(tokenizer, token_ids_of(text, tokenizer), skip_special_tokens=True))
+    return _squeezed(decode(tokenizer, tokenize_text(text, tokenizer), skip_special_tokens=True))
 
 
 def _squeezed(text: str) -> str:

@@ -36,7 +36,7 @@ class GymExecutor(SessionExecutor, ABC):
 
     def seed(self, label: Any) -> int:
         """Returns the seed of `reset` and of the global random generators; by default the label."""
-        return seed_of(label)
+        return parse_seed(label)
 
     async def play(
         self, prompt: str, label: Any, session: Callable[[], Session], step_timeout: float | None
@@ -68,7 +68,7 @@ class GymExecutor(SessionExecutor, ABC):
         }
 
 
-def seed_of(label: Any) -> int:
+def parse_seed(label: Any) -> int:
     """Returns the label as an integer seed. Raises UsageError if it is not a whole number."""
     try:
         return int(label)

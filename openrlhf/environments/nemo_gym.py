@@ -46,7 +46,7 @@ class NeMoGymExecutor(OpenAIAgentExecutor):
                 text = (await response.text())[:500]
                 problem = f"the agent server answers {response.status}: {text}"
                 raise RunError(ErrorCode.EPISODES_FAILED, problem, value=address)
-            return result_of(await response.json())
+            return convert_result(await response.json())
 
     def _address(self, row: Mapping[str, Any]) -> str:
         name = (row.get("agent_ref") or {}).get("name")
@@ -79,7 +79,7 @@ def addressed(row: Mapping[str, Any], session: Session) -> dict:
     return {**row, "responses_create_params": {**params, "metadata": metadata}}
 
 
-def result_of(answer: Mapping[str, Any]) -> dict:
+def convert_result(answer: Mapping[str, Any]) -> dict:
     """Converts an agent's response to the episode's result; its other numbers become metrics. Raises
     RunError if the agent reports a failure."""
     if failure := answer.get("_ng_failure_class"):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from openrlhf.api import entry_of
+from openrlhf.api import find_entry
 from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.packages import package
 from openrlhf.tasks.reasoning_gym_reward import extract_answer
@@ -33,7 +33,7 @@ class Problem:
 
     def __init__(self, question: str, label: str, max_tries: int, feedback: str) -> None:
         self.question, self.max_tries, self.feedback = question, max_tries, feedback
-        self.dataset, self.entry = entry_of(label)
+        self.dataset, self.entry = find_entry(label)
         self.tries = 0
 
     def reset(self, *, seed: int) -> tuple[str, dict]:

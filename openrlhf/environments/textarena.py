@@ -5,7 +5,7 @@ from typing import Any
 
 from openrlhf.api import ErrorCode, RunError, Session, SessionExecutor, call_in_time
 from openrlhf.environments.conversation import Conversation
-from openrlhf.environments.gym import seed_of
+from openrlhf.environments.gym import parse_seed
 from openrlhf.environments.packages import package
 from openrlhf.environments.randomness import GlobalRandom
 
@@ -35,7 +35,7 @@ class TextArenaExecutor(SessionExecutor):
     ) -> dict:
         """Runs one game with the limits of GymExecutor. Raises RunError if the game ends before the trained
         player has moved."""
-        seed = seed_of(label)
+        seed = parse_seed(label)
         own, trained = GlobalRandom(seed), seed % self.num_players
         talks = [Conversation(session()) for _ in range(self.num_players)]
 

@@ -95,7 +95,7 @@ class VerifiersExecutor(OpenAIAgentExecutor):
         if fixed := [t.agent.name for t in episode.traces if not t.agent.trainable and _asks(t, session)]:
             text = "not trainable, but it queries the policy; give it a model and a client"
             raise UsageError(ErrorCode.USER_CODE, text, value=", ".join(fixed))
-        return result_of([trace for trace in episode.traces if trace.agent.trainable])
+        return convert_result([trace for trace in episode.traces if trace.agent.trainable])
 
     @asynccontextmanager
     async def _environment(self) -> AsyncIterator[vf.Env]:
@@ -135,7 +135,7 @@ def _asks(trace: vf.Trace, session: Session) -> bool:
     return client is not None and client.base_url == session.base_url
 
 
-def result_of(traces: list[vf.Trace]) -> dict:
+def convert_result(traces: list[vf.Trace]) -> dict:
     logs: dict[str, float] = {}
     for trace in traces:
         parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}

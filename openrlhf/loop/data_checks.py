@@ -6,12 +6,12 @@ from functools import partial
 from openrlhf.data.sources import check_columns
 from openrlhf.loop.task import Task
 from openrlhf.observability.hooks.load import check_hooks
-from openrlhf.observability.trackers.load import trackers_of
+from openrlhf.observability.trackers.load import build_trackers
 
 
 def check_data(task: Task) -> None:
     """Raises UsageError for unsuitable rows, hooks and trackers, before anything is loaded."""
-    trackers_of(task.config.logger)
+    build_trackers(task.config.logger)
     check_hooks(task.config.train.hooks, task.config.train.verify_steps)
     data, evaluation = task.config.data, task.config.eval
     check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.backends.base import Row
 from openrlhf.backends.distributed import ProcessMesh
-from openrlhf.config.fields import flag_of
+from openrlhf.config.fields import format_flag
 from openrlhf.config.supervised import MODEL_FLAG
 from openrlhf.data.batches import Dataset, MiniBatches
 from openrlhf.data.cache import cached, tokenizer_digest
@@ -18,7 +18,7 @@ from openrlhf.data.sources import Rows, load_rows, rows_digest
 from openrlhf.data.store import Samples
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.task import Task
-from openrlhf.models.loading import load_config, max_length_of
+from openrlhf.models.loading import find_max_length, load_config
 
 
 def build_datasets(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[Samples, Samples | None]:
@@ -65,7 +65,7 @@ def build_dataset(
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
 
     dataset = tokenise(task, tokenizer, spec, flag, mix)
-    log_skipped(dataset, flag, min(max_lengths_of(task).values(), default=None))
+    log_skipped(dataset, flag, min(find_max_lengths(task).values(), default=None))
     check_lengths(task, dataset.sequence_lengths, flag)
     return dataset
 
@@ -73,7 +73,7 @@ def build_dataset(
 def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
     """Raises UsageError if a sequence is longer than a model's maximum length. `data.max_len` may be larger
     than that, as long as no sequence is."""
-    for model_flag, room in max_lengths_of(task).items():
+    for model_flag, room in find_max_lengths(task).items():
         if max(lengths) > room:
             path, count = task.models()[model_flag], sum(length > room for length in lengths)
             text = (
@@ -81,13 +81,13 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
                 f"({model_flag}),\n{room} tokens; the longest has {max(lengths)}.\nTruncate them with "
                 f"--data.max_len {room}, or stretch the model's RoPE in its config.json (docs/models.md)."
             )
-            limit, _, value = flag_of(task.config, "data.max_len").partition(" ")
+            limit, _, value = format_flag(task.config, "data.max_len").partition(" ")
             raise UsageError(ErrorCode.TOO_LONG, text, flag=limit, value=value)
 
 
-def max_lengths_of(task: Task) -> dict[str, int]:
+def find_max_lengths(task: Task) -> dict[str, int]:
     """Returns flag -> maximum sequence length, for each model whose configuration limits it."""
-    rooms = {flag: max_length_of(load_config(path, flag)) for flag, path in task.models().items()}
+    rooms = {flag: find_max_length(load_config(path, flag)) for flag, path in task.models().items()}
     return {flag: room for flag, room in rooms.items() if room}
 
 

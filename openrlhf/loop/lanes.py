@@ -42,11 +42,11 @@ class Result(Generic[ResultT]):
         return self._future.exception() if failed else None
 
 
-def value_of(value: Any) -> Any:
+def wait_for_value(value: Any) -> Any:
     """Waits for a `Result`, also inside of a list; returns other values unchanged."""
     if isinstance(value, Result):
         return value.result()
-    return [value_of(item) for item in value] if isinstance(value, list) else value
+    return [wait_for_value(item) for item in value] if isinstance(value, list) else value
 
 
 Lane = Literal["engines", "models"]
@@ -78,7 +78,7 @@ class Lanes:
     def _submit(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
         def run() -> ResultT:
             with self._around():
-                return work(*map(value_of, arguments))
+                return work(*map(wait_for_value, arguments))
 
         result = Result(self._threads[lane].submit(run))
         self._submitted.append(result)

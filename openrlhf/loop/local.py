@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.algorithms.mismatch import PROBE
-from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, check_stored, probe_of_run
+from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, build_run_probe, check_stored
 from openrlhf.cluster.in_process import InProcess
 from openrlhf.cluster.pending import Answer, Gathered, first
 from openrlhf.cluster.rank_groups import (
@@ -96,7 +96,7 @@ class LocalRollout(LocalEngine):
     @cached_property
     def probe(self) -> Probe:
         """The tokens on which trainer and engine are compared after each sync."""
-        return probe_of_run(self.config)
+        return build_run_probe(self.config)
 
     def sync(self, policy: PolicyRanks, version: int) -> Gathered[Metrics]:
         if self.policy is None:

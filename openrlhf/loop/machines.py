@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
-from openrlhf.cluster.layout import Nodes, demands, described, layout_of, table, total
+from openrlhf.cluster.layout import Nodes, compute_layout, demands, described, table, total
 from openrlhf.cluster.planner import least_tensor_parallel_size, suitable_flags
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit
-from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.fields import flag_values, with_values
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.hub import choose_hub
 from openrlhf.memory.sizes import ITEM_BYTES
@@ -19,7 +19,7 @@ from openrlhf.observability.progress import checking
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
     """Returns the table of the run's placement (`--print_plan`). Raises UsageError if the run does not fit.
     `cluster`: number of GPUs of each node; empty for the cluster that the run would join, or this machine."""
-    return table(layout_of(config, _nodes(cluster)))
+    return table(compute_layout(config, _nodes(cluster)))
 
 
 def _nodes(cluster: Sequence[int]) -> Nodes:
@@ -75,7 +75,7 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
         return {}
     with checking():
         most = max(1, min((int(n["GPU"]) for n in _nodes(cluster) if n.get("GPU", 0) >= 1), default=1))
-    values = values_of(config)
+    values = flag_values(config)
     return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
-from openrlhf.loop.task import Task, load_tokenizer_of
+from openrlhf.loop.task import Task, load_run_tokenizer
 from openrlhf.models.experts import check_experts
 from openrlhf.models.loading import check_model, processor_around
 from openrlhf.models.saving import check_saving
@@ -28,5 +28,5 @@ def check_models(task: Task) -> None:
 
 def reader_of(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
     """Returns what is saved with the model: its tokenizer, or its processor if rows have images."""
-    own = tokenizer or load_tokenizer_of(config)
+    own = tokenizer or load_run_tokenizer(config)
     return processor_around(own, config.model.model_name_or_path) if config.data.reads_images else own

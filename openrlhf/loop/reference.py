@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from openrlhf.config.supervised import DPOConfig, KTOConfig
-from openrlhf.loop.task import Task, load_tokenizer_of
+from openrlhf.loop.task import Task, load_run_tokenizer
 
 ConfigT = TypeVar("ConfigT", DPOConfig, KTOConfig)
 
@@ -23,7 +23,7 @@ class ComparedTask(Task[ConfigT]):
         super().check_models()
         path = reference_path(self.config)
         if path != self.config.model.model_name_or_path:
-            own, other = load_tokenizer_of(self.config), load_tokenizer(path, flag=REF_FLAG)
+            own, other = load_run_tokenizer(self.config), load_tokenizer(path, flag=REF_FLAG)
             check_same_vocabulary(own, other, REF_FLAG, path)
 
 

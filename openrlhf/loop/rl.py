@@ -29,7 +29,7 @@ from openrlhf.training.collect import Collector, check_collected, num_samples, s
 from openrlhf.training.evaluate import best_metric, evaluation_metrics
 from openrlhf.training.outputs import with_outputs
 from openrlhf.training.saving import STATE_VERSION, SavedRanks, Saver, check_version
-from openrlhf.training.schedule import schedule_of, trained_on
+from openrlhf.training.schedule import build_schedule, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Trajectory, Updated
 
 # bounded .result(): the cluster's watchdog ends calls to processes that make no progress.
@@ -165,7 +165,7 @@ class PPOTrainer(Generic[PolicyT]):
         step.trained_on = trained_on(step, with_truncated=with_truncated)
         for name, model in self.trained_models.items():
             routed = name == "policy"
-            step.schedules[name] = schedule_of(
+            step.schedules[name] = build_schedule(
                 self.config, model, batch, step.trained_on, sampled, step.groups, routed=routed
             )
         announce(self.hooks, Hook.scheduled, step)

@@ -19,7 +19,7 @@ from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, score_statistics
 from openrlhf.models.tensor_parallel import check_tensor_parallel
 from openrlhf.observability.hooks.load import check_hooks
-from openrlhf.observability.trackers.load import trackers_of
+from openrlhf.observability.trackers.load import build_trackers
 from openrlhf.rewards.function import check_reward_file
 from openrlhf.rollout.executors import check_agent_file
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
@@ -43,7 +43,7 @@ def problems_outside(config: PPOConfig) -> list[ValueError]:
             wrong.add(flag)
 
     ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
-    ask("--logger.trackers", trackers_of, config.logger)
+    ask("--logger.trackers", build_trackers, config.logger)
     ask("--train.hooks", check_hooks, config.train.hooks, config.train.verify_steps)
     ask("--vllm.num_engines", check_resources, config)
     on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()

@@ -16,8 +16,8 @@ from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.checkpoint.start import (
     check_places,
     choose_checkpoint,
-    day_of,
-    grace_of,
+    find_grace,
+    find_start_day,
     lock_folders,
     move_old_checkpoints,
     position,
@@ -46,7 +46,7 @@ from openrlhf.errors import (
 )
 from openrlhf.loop.rl import PPOTrainer
 from openrlhf.loop.rl_checks import check_policy_learns
-from openrlhf.observability.hooks.load import attached, hooks_of
+from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
@@ -103,7 +103,7 @@ class RLRun:
         self.places = place(config, self.layout)
         check_disks(config, self.places)
         with self.clock.stage("data"):
-            Calendar.today = day_of(config)
+            Calendar.today = find_start_day(config)
             self.data = build_data(config)
         num_prompts = len(self.data.prompts)
         check_policy_learns(config, num_prompts)
@@ -135,7 +135,7 @@ class RLRun:
             try:
                 with (
                     noting_position(partial(position, trainer)),
-                    trainer.stop.deferred(grace_of(config), is_lost_process),
+                    trainer.stop.deferred(find_grace(config), is_lost_process),
                     explaining_exits(lambda: roles.members),
                 ):
                     trainer.fit()
@@ -238,7 +238,7 @@ def build_trainer(
             PhaseMemory(take=roles.peak_memory),
             RolloutMetrics(),
             observer,
-            *hooks_of(config.train.hooks),
+            *build_hooks(config.train.hooks),
         ],
         restored=restored,
     )

@@ -33,7 +33,7 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.policy_losses import PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.checkpoint.folder import CheckpointFolder
-from openrlhf.checkpoint.start import check_output, check_places, grace_of
+from openrlhf.checkpoint.start import check_output, check_places, find_grace
 from openrlhf.config.fields import with_values
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptSampler
@@ -45,14 +45,14 @@ from openrlhf.loop.restarts import own_program, restart_after
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.models.loading import policy_tokenizer
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
-from openrlhf.observability.hooks.load import check_hooks, hooks_of
+from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
-from openrlhf.text import decode, response_of
+from openrlhf.text import decode, decode_response
 from openrlhf.training.advantages import advantage_arguments, compute_advantages
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.evaluate import evaluation_metrics
@@ -60,7 +60,7 @@ from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
-from openrlhf.training.schedule import schedule_of
+from openrlhf.training.schedule import build_schedule
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.
@@ -104,7 +104,7 @@ class Run:
         check_places(self.config)
         self.tokenizer = policy_tokenizer(self.config)
         check_hooks(self.config.train.hooks, verify_steps=0)
-        self._hooks = hooks_of(self.config.train.hooks)
+        self._hooks = build_hooks(self.config.train.hooks)
         with ExitStack() as held:
             self._start(placement, STEPS if steps is None else steps, held)
             self._held = held.pop_all()
@@ -155,7 +155,7 @@ class Run:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # others cannot hear signals
-            self._held.enter_context(self._stop.deferred(grace_of(self.config)))
+            self._held.enter_context(self._stop.deferred(find_grace(self.config)))
         return self
 
     def __exit__(
@@ -377,7 +377,7 @@ class Run:
             return list(groups)
         last = list(samples.values())  # of an episode with several sequences, the last one
         prompts = [t.prompt.text for t in last]
-        queries = [t.prompt.text + response_of(t, self._decode) for t in last]
+        queries = [t.prompt.text + decode_response(t, self._decode) for t in last]
         answer = reward(queries, prompts, [t.prompt.label for t in last])
         name = getattr(reward, "__name__", "the reward function")
         rewards = dict(zip(samples, read_rewards(answer, len(last), name), strict=True))
@@ -460,7 +460,7 @@ class Run:
         config, metrics, self._has_stepped = self.config, {}, True
         for model in filter(None, (self._roles.critic, self._roles.policy)):
             routed = model is self._roles.policy
-            schedule = schedule_of(config, model, batch, range(len(batch)), len(batch), routed=routed)
+            schedule = build_schedule(config, model, batch, range(len(batch)), len(batch), routed=routed)
             metrics |= model.update(batch, schedule, self.kl.coef).result().metrics
         self.kl = self.kl.update(self._measured.get("kl/mean", 0.0), self._num_episodes)
         return metrics

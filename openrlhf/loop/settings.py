@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from openrlhf.config.command import Explicit, Problem
-from openrlhf.config.fields import to_words, values_of
+from openrlhf.config.fields import flag_values, to_words
 from openrlhf.config.parse import Invocation, parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import loop_problems, ppo_placement_problems
@@ -46,19 +46,19 @@ def read_settings(
 
     def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, Any]:
         unset = {key: value for key, value in defaults.items() if key not in explicit}
-        chosen = {key: value for key, value in unset.items() if values_of(config)[key] != value}
+        chosen = {key: value for key, value in unset.items() if flag_values(config)[key] != value}
         return chosen if is_local else machines.resolve(config, explicit, cluster) | chosen
 
     def placed(config: PPOConfig, explicit: Explicit) -> list[Problem]:
-        of_ranks = _of_one_process(config) if is_local else ppo_placement_problems(config, explicit)
-        return [*of_ranks, *_of_schedule(config, steps)]
+        of_ranks = _set_one_process(config) if is_local else ppo_placement_problems(config, explicit)
+        return [*of_ranks, *_set_schedule(config, steps)]
 
     command = replace(PPO, problems=loop_problems, placed=placed)
     return parse(command, argv, resolve=resolve, raises=True)
 
 
-def _of_one_process(config: PPOConfig) -> Iterator[Problem]:
-    values = values_of(config)
+def _set_one_process(config: PPOConfig) -> Iterator[Problem]:
+    values = flag_values(config)
     if values["train.max_restarts"]:
         yield Problem(
             "train.max_restarts", 'one process has no other to lose; leave it out, or place on "ray"'
@@ -70,7 +70,7 @@ def _of_one_process(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-def _of_schedule(config: PPOConfig, steps: int | None) -> Iterator[Problem]:
+def _set_schedule(config: PPOConfig, steps: int | None) -> Iterator[Problem]:
     if steps is None and (name := config.actor.lr_scheduler) != "constant":
         text = f"{name} needs the number of optimizer steps: Run(..., steps=N)"
         yield Problem("actor.lr_scheduler", text)

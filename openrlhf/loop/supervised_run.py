@@ -24,8 +24,8 @@ from openrlhf.checkpoint.of_models import build_run_fingerprint, check_space
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.checkpoint.start import (
     choose_checkpoint,
-    day_of,
-    grace_of,
+    find_grace,
+    find_start_day,
     lock_folders,
     move_old_checkpoints,
     position,
@@ -41,13 +41,13 @@ from openrlhf.files import exporting
 from openrlhf.loop.datasets import build_datasets, lay_out
 from openrlhf.loop.model_checks import reader_of
 from openrlhf.loop.sft import SupervisedTrainer
-from openrlhf.loop.task import Task, data_notes, load_tokenizer_of
+from openrlhf.loop.task import Task, data_notes, load_run_tokenizer
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import log_stops
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.vision import freeze_vision
-from openrlhf.observability.hooks.load import attached, hooks_of
+from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
 from openrlhf.observability.startup import StartClock
@@ -80,8 +80,8 @@ class SupervisedRun(Generic[ConfigT]):
         config = task.config
         seed_everything(config.train.seed, config.train.full_determinism_enable)
         with clock.stage("data"):
-            Calendar.today = from_first(partial(day_of, config))
-            self.tokenizer = load_tokenizer_of(config)
+            Calendar.today = from_first(partial(find_start_day, config))
+            self.tokenizer = load_run_tokenizer(config)
             if task.learns_ends:
                 log_stops(config, self.tokenizer, learns=True)
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
@@ -176,7 +176,7 @@ class SupervisedRun(Generic[ConfigT]):
             observer=None,
             hooks=[
                 *attached("supervised", config, engine=engine, mesh=self.mesh, windows=self.mini_batches),
-                *hooks_of(config.train.hooks),
+                *build_hooks(config.train.hooks),
             ],
             on_any_rank=on_any_rank,
         )
@@ -200,7 +200,7 @@ class SupervisedRun(Generic[ConfigT]):
     def train(self) -> None:
         """Trains from the checkpoint or the beginning, and saves and publishes the model."""
         config, trainer = self.config, self.trainer()
-        with noting_position(partial(position, trainer)), trainer.stop.deferred(grace_of(config)):
+        with noting_position(partial(position, trainer)), trainer.stop.deferred(find_grace(config)):
             try:
                 trainer.fit()
             finally:

@@ -163,7 +163,7 @@ def check_files(task: Task) -> None:
     check_models(task)
 
 
-def load_tokenizer_of(config: Any) -> "PreTrainedTokenizerBase":
+def load_run_tokenizer(config: Any) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of `config.model`, the model to train or to query, as `config.data` says."""
     from openrlhf.models.loading import load_tokenizer
 

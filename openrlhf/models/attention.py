@@ -257,7 +257,7 @@ def _over_gathered_keys(
 def _by_ring(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, shard: RowShard) -> Tensor:
     """Computes `packed_attention` for this rank's slice of a row by ring attention."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = _of_kernel_size(query, key, value)
+    q, k, v = _pad_to_kernel_size(query, key, value)
     output = ring_attention(q, k, v, shard, scale, flash=query.is_cuda).transpose(1, 2)
     return output[..., : value.shape[-1]].contiguous()
 
@@ -398,7 +398,7 @@ def _varlen(
     window: int | None,
 ) -> Tensor:
     size, value_size = q.shape[-1], v.shape[-1]
-    q, k, v = (x[0].transpose(0, 1) for x in _of_kernel_size(q, k, v))  # (N, heads, d)
+    q, k, v = (x[0].transpose(0, 1) for x in _pad_to_kernel_size(q, k, v))  # (N, heads, d)
     output, _ = varlen_attention(
         q,
         k,
@@ -411,7 +411,7 @@ def _varlen(
     return output[None, ..., :value_size]
 
 
-def _of_kernel_size(*qkv: Tensor) -> list[Tensor]:
+def _pad_to_kernel_size(*qkv: Tensor) -> list[Tensor]:
     """Pads head dimensions with zeros to the size that kernels need: the same for queries, keys and values,
     and a multiple of 8. Zeros in queries and keys do not change the scores. The caller removes the padding
     from the outputs."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from openrlhf.config.choices import SharePrefixes
 from openrlhf.models.attention import packing_kwargs
 from openrlhf.models.dropout import is_noisy
-from openrlhf.models.prefixes import Branches, PrefixTree, tree_of
+from openrlhf.models.prefixes import Branches, PrefixTree, build_tree
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.vision import ImageReader, positions_of_row, with_blank
 from openrlhf.types import Image, PackedRow, not_none
@@ -79,7 +79,7 @@ def get_row_layout(model: PreTrainedModel) -> RowLayout:
     return model.__dict__.setdefault("openrlhf_row_layout", RowLayout())
 
 
-def backbone_of(model: PreTrainedModel) -> nn.Module:
+def get_backbone(model: PreTrainedModel) -> nn.Module:
     """Returns the model without its head."""
     if model.base_model is not model:
         return model.base_model
@@ -138,7 +138,7 @@ def _common_prefixes(model: PreTrainedModel, row: PackedRow) -> PrefixTree | Non
     layout = get_row_layout(model)
     if not layout.shares_prefixes:
         return None
-    tree = tree_of(
+    tree = build_tree(
         row,
         with_routing=layout.replay is not None and row.routing is not None,
         patch_id=None if layout.images is None else layout.images.patch_id,
@@ -163,7 +163,7 @@ def in_one_pass(
         if not row.images and tree is not None:
             tree = tree.longer(reader.blank.length, reader.blank.images)
         row = with_blank(row, reader)
-        positions = positions_of_row(backbone_of(model), row, reader)
+        positions = positions_of_row(get_backbone(model), row, reader)
     of_row = row.lengths
     if tree is not None:
         if positions is not None:
@@ -231,7 +231,7 @@ def _read(
         inputs["routing"] = replay.routing(not_none(routing), inputs["input_ids"].shape[1], sharing)
     # With a cache transformers would treat the row as one sequence, and attention would leak across
     # sequences.
-    output = backbone_of(model)(**inputs, use_cache=False)
+    output = get_backbone(model)(**inputs, use_cache=False)
     if replay is not None:
         replay.check()
     return output.last_hidden_state[0].to(model.dtype)  # Mamba's residual stream is float32

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.backbone import RowModel, backbone_of, get_row_layout
+from openrlhf.models.backbone import RowModel, get_backbone, get_row_layout
 from openrlhf.models.loading import load_config
 from openrlhf.models.prefixes import Branches
 
@@ -54,8 +54,8 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
         trees.clear()
 
     hooks = (
-        backbone_of(model).register_forward_pre_hook(ask, with_kwargs=True),
-        backbone_of(model).register_forward_hook(collect),
+        get_backbone(model).register_forward_pre_hook(ask, with_kwargs=True),
+        get_backbone(model).register_forward_hook(collect),
         module.register_forward_hook(record),
     )
     try:

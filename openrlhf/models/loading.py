@@ -24,9 +24,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from openrlhf.config.fields import flag_of, values_of
+from openrlhf.config.fields import flag_values, format_flag
 from openrlhf.data.cache import digest, file_digest, sampled_digest
-from openrlhf.data.encode import token_ids_of
+from openrlhf.data.encode import tokenize_text
 from openrlhf.data.image_rows import load_auto_processor
 from openrlhf.data.templates import ending
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
@@ -196,7 +196,7 @@ def check_nf4(model: PreTrainedModel) -> None:
             weight, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
         )
         weight, found = weight.float(), dequantize_4bit(packed, of_packed).float()
-        right = nf4_of(weight, state.blocksize)
+        right = round_to_nf4(weight, state.blocksize)
         if not (found - right).norm() < 0.5 * (right - weight).norm():
             wrong[size] = float((found - weight).norm() / weight.norm())
     if wrong:
@@ -208,7 +208,7 @@ def check_nf4(model: PreTrainedModel) -> None:
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.load_in_4bit")
 
 
-def nf4_of(weight: torch.Tensor, blocksize: int) -> torch.Tensor:
+def round_to_nf4(weight: torch.Tensor, blocksize: int) -> torch.Tensor:
     """Returns a float32 weight rounded to NF4 (https://arxiv.org/abs/2305.14314, appendix E): quantiles of
     the normal distribution, scaled to the largest absolute value of each block."""
     quantiles = lambda n: torch.special.ndtri(torch.linspace(0.9677083, 0.5, n, dtype=torch.float64)[:-1])
@@ -287,7 +287,7 @@ def check_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool
     section = "actor" if hasattr(config, "actor") else "model"
     flag, path = f"--{section}.model_name_or_path", getattr(config, section).model_name_or_path
     ids, is_chat = stop_token_ids(path, tokenizer), getattr(config.data, "apply_chat_template", False)
-    end = token_ids_of(ending(tokenizer)[0], tokenizer) if is_chat and tokenizer.chat_template else []
+    end = tokenize_text(ending(tokenizer)[0], tokenizer) if is_chat and tokenizer.chat_template else []
     if not ids or (learns and tokenizer.eos_token_id is None and not end):
         text = "no token ends a response. Set eos_token in the tokenizer_config.json of the model."
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
@@ -309,16 +309,18 @@ def log_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool =
 
 def model_digest(path: str, flag: str) -> str:
     """Returns a digest of weights and configuration: of the files in a folder, or a hub model's commit."""
-    return _digest_of(path, flag, file_digest)
+    return _compute_digest(path, flag, file_digest)
 
 
 def model_fingerprint(path: str, flag: str, *, without: Container[str] = ()) -> str:
     """Returns a cheap variant of `model_digest`, which reads only samples of large files. It changes if a
     model is trained or replaced. `without`: names of files that do not count."""
-    return _digest_of(path, flag, sampled_digest, without)
+    return _compute_digest(path, flag, sampled_digest, without)
 
 
-def _digest_of(path: str, flag: str, of_file: Callable[[Path], str], without: Container[str] = ()) -> str:
+def _compute_digest(
+    path: str, flag: str, of_file: Callable[[Path], str], without: Container[str] = ()
+) -> str:
     path = model_folder(path, weights=True)
     if not os.path.isdir(path):
         return str(load_config(path, flag)._commit_hash)
@@ -326,7 +328,7 @@ def _digest_of(path: str, flag: str, of_file: Callable[[Path], str], without: Co
     return digest([[file.name, of_file(file)] for file in files if file.name not in without])
 
 
-def reads_the_tokens_of(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def reads_tokens_like(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Returns True if all tokens of `other` have the same ids in `own`, which may have more tokens."""
     return other.get_vocab().items() <= own.get_vocab().items()
 
@@ -372,18 +374,18 @@ def note_missing_embeddings(
 def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: str) -> None:
     """Raises UsageError if the sum of the lengths that the flags `keys` set exceeds the model's maximum
     length."""
-    room, lengths = max_length_of(model_config), [values_of(config)[key] for key in keys]
+    room, lengths = find_max_length(model_config), [flag_values(config)[key] for key in keys]
     if not room or sum(lengths) <= room:
         return
     total = f" = {sum(lengths)}" if len(keys) > 1 else ""
-    flag, _, value = f"{' + '.join(flag_of(config, key) for key in keys)}{total}".partition(" ")
+    flag, _, value = f"{' + '.join(format_flag(config, key) for key in keys)}{total}".partition(" ")
     left = room - sum(lengths[1:])
     remedy = f"Use --{keys[0]} {left}." if left > 0 else "Make them smaller."
     text = f"{path} reads at most {room} tokens.\n{remedy}"
     raise UsageError(ErrorCode.TOO_LONG, text, flag=flag, value=value)
 
 
-def max_length_of(model_config: PreTrainedConfig) -> int | None:
+def find_max_length(model_config: PreTrainedConfig) -> int | None:
     """Returns the model's maximum sequence length in tokens; None if its configuration has no limit. Scaled
     RoPE extends max_position_embeddings: `linear` and `dynamic` by the factor, `yarn` to the factor times the
     original positions. Gemma 3's max_position_embeddings already includes the factor."""

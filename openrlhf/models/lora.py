@@ -26,7 +26,7 @@ from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, checkpoint_tensors, head_name
 from openrlhf.models.loading import load_config
-from openrlhf.models.policy import head_of
+from openrlhf.models.policy import get_head
 from openrlhf.models.tensor_parallel import laid_out_as, whole, whole_shape
 
 ALL_LINEAR = "all-linear"
@@ -300,7 +300,7 @@ def is_classifier(model: PreTrainedModel) -> bool:
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
-    return model.get_submodule(head_name(model.config)) if is_classifier(model) else head_of(model)
+    return model.get_submodule(head_name(model.config)) if is_classifier(model) else get_head(model)
 
 
 def _name_on_disk(model: PreTrainedModel, name: str) -> str:

@@ -27,7 +27,7 @@ class PolicyModel(RowModel):
         self.head_options = head_options(model.config)
         # Only the class changes: a module around the head would rename its weight, by which checkpoints,
         # adapters and engines know it; a copy would lose its tie to the embedding and ZeRO-3's hooks.
-        head_of(model).__class__ = LogProbHead
+        get_head(model).__class__ = LogProbHead
 
     def forward(
         self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
@@ -40,7 +40,7 @@ class PolicyModel(RowModel):
         """
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
-        log_probs, entropy = head_of(self.model)(
+        log_probs, entropy = get_head(self.model)(
             states.hidden,
             row.token_ids[row.actions[states.own]],
             scale=scale / temperature,
@@ -102,7 +102,7 @@ class LogProbHead(nn.Linear):
         return linear_log_probs(input, self.weight, targets, kept=kept, with_entropy=with_entropy, **options)
 
 
-def head_of(model: PreTrainedModel) -> nn.Module:
+def get_head(model: PreTrainedModel) -> nn.Module:
     """Returns the head of a causal language model."""
     head = model.get_output_embeddings()
     assert head is not None  # a causal language model has one

@@ -113,7 +113,7 @@ class _Repeated(torch.autograd.Function):
         return total.to(grad.dtype), None
 
 
-def tree_of(row: PackedRow, *, with_routing: bool, patch_id: int | None = None) -> PrefixTree | None:
+def build_tree(row: PackedRow, *, with_routing: bool, patch_id: int | None = None) -> PrefixTree | None:
     """Returns the prefix tree of a row; None if sharing does not pay off. `with_routing`: shared tokens must
     also be routed to the same experts. `patch_id`: id of the token that represents a patch of an image."""
     row = row.host or row

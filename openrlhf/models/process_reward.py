@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from openrlhf.algorithms.logprobs import linear_logits
 from openrlhf.models.backbone import RowModel, action_states
-from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.policy import get_head, head_options
 from openrlhf.types import PackedRow
 
 
@@ -16,13 +16,13 @@ class ProcessRewardModel(RowModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_options = head_options(model.config)
-        head_of(model).__class__ = LogitsHead  # changes only the class: ZeRO-3's hooks on the module stay
+        get_head(model).__class__ = LogitsHead  # changes only the class: ZeRO-3's hooks on the module stay
 
     def forward(self, row: PackedRow) -> Tensor:
         """Returns the logits at each action, (A, V) float32."""
         scale, softcap = self.head_options
         states = action_states(self.model, row, row.actions)
-        logits = states.whole(head_of(self.model)(states.hidden)) * scale
+        logits = states.whole(get_head(self.model)(states.hidden)) * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

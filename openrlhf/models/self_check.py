@@ -54,8 +54,8 @@ from openrlhf.models.backbone import (
 )
 from openrlhf.models.dropout import has_noise
 from openrlhf.models.liger import transformers_kernels
-from openrlhf.models.policy import head_of, transformed_logits
-from openrlhf.models.prefixes import PrefixTree, tree_of
+from openrlhf.models.policy import get_head, transformed_logits
+from openrlhf.models.prefixes import PrefixTree, build_tree
 from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import check_planned, refusal, shard_matrices
@@ -341,9 +341,9 @@ def _related(model: PreTrainedModel, longest: int) -> tuple[PackedRow, PrefixTre
     sequences = (x, branch, twig, x[:most], branch)
     if reader is None or image is None or other is None:
         row = _row(model, *(Sample(token_ids=t, action_mask=torch.zeros_like(t).bool()) for t in sequences))
-        return row, not_none(tree_of(row, with_routing=False))
+        return row, not_none(build_tree(row, with_routing=False))
     row = _row(model, *(_after_image(image, ids) for ids in sequences), _after_image(other, x))
-    tree = tree_of(row, with_routing=False, patch_id=reader.patch_id)
+    tree = build_tree(row, with_routing=False, patch_id=reader.patch_id)
     if tree is None:
         raise CannotPack("the patches of an image are not consecutive tokens")
     return row, tree
@@ -518,7 +518,7 @@ def _differences(x: Tensor, y: Tensor) -> Tensor:
 def _head_error(model: PreTrainedModel, hidden: Tensor, sample: Sample) -> Tensor:
     """Returns the mean difference in nats, (), between log-probs as models/policy.py computes them and those
     of the model's own logits."""
-    ours = transformed_logits(head_of(model)(hidden).float(), model.config)
+    ours = transformed_logits(get_head(model)(hidden).float(), model.config)
     inputs = inputs_alone(model, sample.token_ids.to(hidden.device), sample.images)
     own = model(**inputs, use_cache=False).logits[0].float()
     next_ids = inputs["input_ids"][0, 1:, None]

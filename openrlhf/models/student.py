@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from openrlhf.algorithms.distillation import Divergence, LinearHead, linear_divergence
 from openrlhf.algorithms.logprobs import linear_log_probs
 from openrlhf.models.backbone import RowModel, action_states
-from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.policy import get_head, head_options
 from openrlhf.types import PackedRow
 
 
@@ -34,7 +34,7 @@ class TeacherModel(RowModel):
 
 def linear_head(model: PreTrainedModel) -> LinearHead:
     """Returns the head of a causal language model, with the architecture's scale and softcap of logits."""
-    head, (scale, softcap) = cast(nn.Linear, head_of(model)), head_options(model.config)
+    head, (scale, softcap) = cast(nn.Linear, get_head(model)), head_options(model.config)
     return LinearHead(head.weight, head.bias, scale, softcap)
 
 
@@ -51,7 +51,7 @@ class StudentModel(RowModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_options = head_options(model.config)
-        head_of(model).__class__ = StudentHead  # changes only the class: ZeRO-3's hooks on the module stay
+        get_head(model).__class__ = StudentHead  # changes only the class: ZeRO-3's hooks on the module stay
 
     def forward(
         self, row: PackedRow, teacher_targets: TeacherTargets, temperature: float, kind: Divergence
@@ -60,7 +60,7 @@ class StudentModel(RowModel):
         models' logits in the divergence, but not in the log-probs."""
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
-        log_probs, divergence = head_of(self.model)(
+        log_probs, divergence = get_head(self.model)(
             states.hidden,
             row.token_ids[row.actions[states.own]],
             teacher_targets._replace(hidden=teacher_targets.hidden[states.own]),

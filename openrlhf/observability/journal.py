@@ -30,7 +30,7 @@ from openrlhf.observability.rollout_table import (
 )
 from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, reading
 from openrlhf.observability.selection import best_to_worst
-from openrlhf.text import Decode, response_of
+from openrlhf.text import Decode, decode_response
 from openrlhf.types import Batch, Schedule, Trajectory
 
 QUEUE_STEPS = 2
@@ -158,7 +158,7 @@ class Journal:
                 finished = [place[i] for i in rows if ts[i].ok]
                 table = to_table(
                     [ts[i] for i in rows],
-                    [response_of(ts[i], self._decode) if self._decode else None for i in rows],
+                    [decode_response(ts[i], self._decode) if self._decode else None for i in rows],
                     trained.batch.select(finished) if trained else None,
                     [visits[k] for k in finished] if trained else (),
                 )

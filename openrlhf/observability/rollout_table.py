@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from openrlhf.observability.run_folder import LABEL_FORM, RENAMED_COLUMNS, label_of, plain, read_jsonl
+from openrlhf.observability.run_folder import LABEL_FORM, RENAMED_COLUMNS, plain, read_jsonl, read_label
 from openrlhf.types import Batch, Image, Nuclei, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
@@ -273,7 +273,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         prompt=Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],
-            label=label_of(row),
+            label=read_label(row),
             source=row["source"],
             epoch=row["epoch"],
         ),

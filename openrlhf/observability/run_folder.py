@@ -208,7 +208,7 @@ def to_json(row: Mapping[str, Any]) -> str:
         return json.dumps(_finite(row), allow_nan=False, default=plain)
 
 
-def label_of(row: Mapping[str, Any]) -> Any:
+def read_label(row: Mapping[str, Any]) -> Any:
     """Returns the label of a row of a journal."""
     label = row["label"]
     return label if label is None or row.get(LABEL_FORM) is False else json.loads(label)

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.ppo import REWARD_FLAG
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.encode import Encoder, Text
-from openrlhf.data.messages import text_of
+from openrlhf.data.messages import join_text
 from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.loading import reads_the_tokens_of
+from openrlhf.models.loading import reads_tokens_like
 from openrlhf.text import decode
 from openrlhf.types import Outcome, Prompt, Sample, Trajectory, not_none
 
@@ -45,7 +45,7 @@ class RewardReader:
         self.policy, self.own = policy, own
         self.stop_token_ids, self.max_len = stop_token_ids, max_len
         self.encode = Encoder(own)
-        self.reads_tokens = reads_the_tokens_of(own, policy)
+        self.reads_tokens = reads_tokens_like(own, policy)
         self.has_template = has_own_template(own, policy)
 
     def __call__(self, trajectory: Trajectory) -> Sample:
@@ -86,7 +86,7 @@ def _answered(messages: Sequence[Mapping[str, Any]], response: str) -> tuple[lis
     continues the assistant's last message becomes one message with it."""
     *before, last = map(dict, messages)
     if last["role"] == "assistant":
-        begun = text_of(last["content"]) or ""
+        begun = join_text(last["content"]) or ""
         return [*before, last | {"content": begun + response.rstrip()}], len(before)
     return [*before, last, {"role": "assistant", "content": response.strip()}], len(messages)
 

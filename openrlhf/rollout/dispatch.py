@@ -13,7 +13,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, not_none, work_of
+from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, count_work, not_none
 
 SAMPLES_IN_FLIGHT = 512
 """Maximum number of samples in flight per engine: enough to fill its batch, and few enough that engines of
@@ -286,7 +286,7 @@ class Dispatcher(Generic[EngineT]):
         return len(request.rerun.samples) if request.rerun else self._num_samples[request.purpose]
 
     def _send(self, request: _Request, load: _Load[EngineT]) -> None:
-        self._balance.sent[load.number] += work_of(request.prompt, request.purpose, self._size(request))
+        self._balance.sent[load.number] += count_work(request.prompt, request.purpose, self._size(request))
         load.requests.append(request)
         samples, engine = request.rerun.samples if request.rerun else None, not_none(load.engine)
         future = engine.run_group(request.prompt, request.purpose, samples)

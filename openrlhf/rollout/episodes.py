@@ -18,7 +18,7 @@ from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
-from openrlhf.types import Episode, Outcome, Prompt, PromptGroup, Purpose, Work, no_work, work_of
+from openrlhf.types import Episode, Outcome, Prompt, PromptGroup, Purpose, Work, count_work, no_work
 
 if TYPE_CHECKING:  # imports that take seconds
     from PIL.Image import Image as Picture
@@ -119,7 +119,7 @@ class EpisodeRunner:
         self, running: Coroutine[Any, Any, Episode], prompt: Prompt, sampling: Sampling
     ) -> Episode:
         episode = await running
-        self.done += work_of(prompt, sampling.purpose, 1)
+        self.done += count_work(prompt, sampling.purpose, 1)
         return episode
 
     async def run(

@@ -103,7 +103,7 @@ def load_agent(
             max_length=setting.max_length,
             tokenizer=setting.tokenizer,
         )
-    if problem := _problem_of(found) or _ignored_limit(found, limits):
+    if problem := _find_problem(found) or _ignored_limit(found, limits):
         raise UnusableFile(f"{problem}.\n{form}")
     if tokenizer is not None and found.writes_messages:
         _check_template(tokenizer(), is_chat, with_tools=found.calls_tools)
@@ -122,7 +122,7 @@ def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool, *, with
         raise UnusableFile(f"the policy's chat template does not fit multi-turn agents: {error}") from error
 
 
-def _problem_of(executor: type[AgentExecutorBase]) -> str:
+def _find_problem(executor: type[AgentExecutorBase]) -> str:
     """Returns the reason why the class cannot be created or called; "" if it can."""
     if executor.execute is AgentExecutorBase.execute:
         return f"{executor.__name__} does not define execute"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from openrlhf.types import Episode, OneSample, Trajectory, Turn, kept_of, not_none, runs, unrouted
+from openrlhf.types import Episode, OneSample, Trajectory, Turn, join_nuclei, not_none, runs, unrouted
 
 NO_TURN = Turn(
     prompt_ids=np.zeros(0, np.int32),
@@ -71,7 +71,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         action_mask=action_mask,
         rollout_log_probs=np.concatenate([turn.log_probs for turn in turns]),
         weight_versions=_joined([turn.weight_versions for turn in turns]),
-        kept=kept_of(turns),
+        kept=join_nuclei(turns),
         routing=_routing(turns),
         images=last.images,
         turn_starts=np.array([len(turn.prompt_ids) for turn in acted], np.int32),

@@ -2,7 +2,7 @@
 
 import re
 
-from openrlhf.api import entry_of, extract_boxed_answer
+from openrlhf.api import extract_boxed_answer, find_entry
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _END = re.compile(r"(?:\s|<[|｜][^<>\s]*[|｜]>|</s>|<eos>|<pad>|<end_of_turn>|<\|?im_end\|?>)+\Z")
@@ -15,7 +15,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
     scores, marked = [], []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         answer, is_marked = extract_answer(query.removeprefix(prompt))
-        dataset, entry = entry_of(label)
+        dataset, entry = find_entry(label)
         scores.append(float(dataset.score_answer(answer, entry)))
         marked.append(float(is_marked))
     return {"rewards": scores, "scores": scores, "extra_logs": {"answer_marked": marked}}

@@ -50,10 +50,10 @@ def make_problems(count: int, *, seed: int, exclude: frozenset[str] = frozenset(
 
 
 def solution(problem: Problem, *, careful: bool) -> str:
-    return answer_of(problem.steps) if careful else f"<think></think>\\boxed{{{problem.answer}}}"
+    return write_answer(problem.steps) if careful else f"<think></think>\\boxed{{{problem.answer}}}"
 
 
-def answer_of(steps: Sequence[str]) -> str:
+def write_answer(steps: Sequence[str]) -> str:
     """Returns the careful answer that follows from these steps."""
     thought, result = "; ".join(steps), steps[-1].partition("=")[2]
     return f"<think>{thought}</think>\\boxed{{{result}}}"

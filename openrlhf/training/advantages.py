@@ -17,7 +17,7 @@ from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig
-from openrlhf.types import Batch, Metrics, Trajectory, tensor_of
+from openrlhf.types import Batch, Metrics, Trajectory, as_tensor
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def compute_advantages(
     clipped = clip(shaped, *reward.clip_range)[step.episodes]
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
-    to_teacher = _difference(log_probs, tensor_of(batch.teacher_log_probs), torch.sub)
+    to_teacher = _difference(log_probs, as_tensor(batch.teacher_log_probs), torch.sub)
     turn_rewards = rewards_of_earlier_turns(samples) if estimator.discounts else None
     if turn_rewards is not None:
         clipped = clipped - torch.tensor([float(part.sum()) for part in turn_rewards.split(counts.tolist())])
@@ -125,7 +125,7 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
     the update."""
     assert batch.log_probs is not None
     log_probs = torch.from_numpy(batch.log_probs)
-    rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), tensor_of(batch.staleness)
+    rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), as_tensor(batch.staleness)
     counts = torch.from_numpy(batch.num_actions)
     metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness, counts)
     if batch.ref_log_probs is not None:
@@ -172,10 +172,10 @@ def step_view(
         truncated=truncated,
         episodes=parts,
         counts=counts,
-        log_probs=tensor_of(batch.log_probs),
+        log_probs=as_tensor(batch.log_probs),
         rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
-        ref_log_probs=tensor_of(batch.ref_log_probs),
-        values=tensor_of(batch.values),
+        ref_log_probs=as_tensor(batch.ref_log_probs),
+        values=as_tensor(batch.values),
         gamma=algo.advantage.gamma,
         lambd=algo.advantage.lambd,
     )

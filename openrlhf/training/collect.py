@@ -27,7 +27,7 @@ SAME_REWARD = (
 """Likely causes of rewards that are all equal, and the remedies."""
 
 
-def key_of(prompt: Prompt) -> GroupKey:
+def group_key(prompt: Prompt) -> GroupKey:
     """Returns the key of the group of a prompt's samples."""
     return prompt.epoch, prompt.prompt_id
 
@@ -146,8 +146,8 @@ class Collector:
         while self._is_incomplete(step):
             self._receive(step)
         batch = self._ready()
-        taken = {key_of(group.prompt) for group in batch}
-        self._kept = [group for group in self._kept if key_of(group.prompt) not in taken]
+        taken = {group_key(group.prompt) for group in batch}
+        self._kept = [group for group in self._kept if group_key(group.prompt) not in taken]
         if self._filters and step.number == 1 and not batch:
             raise self._filter_error(step)
         step.samples = [t for group in batch for t in group.trajectories]
@@ -174,10 +174,10 @@ class Collector:
             )
             raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable")
         self._kept = list(state.get("groups", ()))
-        self._under_way = {key_of(prompt): prompt for prompt in state.get("under_way", ())}
-        self._finished = {key_of(group.prompt): group for group in state.get("finished", ())}
+        self._under_way = {group_key(prompt): prompt for prompt in state.get("under_way", ())}
+        self._finished = {group_key(group.prompt): group for group in state.get("finished", ())}
         if again:
-            self._under_way = {key_of(g.prompt): g.prompt for g in self._kept} | self._under_way
+            self._under_way = {group_key(g.prompt): g.prompt for g in self._kept} | self._under_way
             self._kept, self._finished = [], {}
         self._to_submit = [p for key, p in self._under_way.items() if key not in self._finished]
 
@@ -220,7 +220,7 @@ class Collector:
         prompts = self._next_prompts(step)
         if prompts:
             self._rollout.submit(prompts, "train")
-            self._under_way |= {key_of(prompt): prompt for prompt in prompts}
+            self._under_way |= {group_key(prompt): prompt for prompt in prompts}
             self._asked += len(prompts)
         return bool(prompts)
 
@@ -251,7 +251,7 @@ class Collector:
         before which no other is unfinished."""
         group = self._rollout.next_group("train", self._config.rollout.timeout)
         self._on_group(group)
-        self._finished[key_of(group.prompt)] = group
+        self._finished[group_key(group.prompt)] = group
         while (first := next(iter(self._under_way), None)) in self._finished:
             del self._under_way[first]
             self._decide(self._finished.pop(first), step)
@@ -340,7 +340,7 @@ def check_stops(samples: Sequence[Trajectory], stop_on: Collection[str], step: i
     """Raises RunError if a sample failed with an outcome of `stop_on`."""
     if failed := next((t for t in samples if t.outcome in stop_on), None):
         text = f"step {step}: a sample ended with this outcome:\n{failed.error}"
-        raise RunError(_code_of(failed), text, flag="--rollout.stop_on", value=failed.outcome)
+        raise RunError(_choose_code(failed), text, flag="--rollout.stop_on", value=failed.outcome)
 
 
 def sample_all(
@@ -356,9 +356,9 @@ def sample_all(
     groups: dict[GroupKey, PromptGroup] = {}
     for _ in prompts:
         group = rollout.next_group(purpose, timeout)
-        groups[key_of(group.prompt)] = group
+        groups[group_key(group.prompt)] = group
         on_group(group)
-    return [groups[key_of(prompt)] for prompt in prompts]
+    return [groups[group_key(prompt)] for prompt in prompts]
 
 
 def check_failures(samples: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
@@ -369,7 +369,7 @@ def check_failures(samples: Sequence[Trajectory], max_failed_ratio: float, step:
         example, count = commonest_failure(failed)
         rest = ", so none is left to train on" if len(failed) == len(samples) else ""
         raise RunError(
-            _code_of(example),
+            _choose_code(example),
             f"step {step}: {len(failed)} of {len(samples)} samples failed{rest}. {count} of them with:\n"
             f"{example.error}",
             flag="--reward.max_failed_ratio",
@@ -377,6 +377,6 @@ def check_failures(samples: Sequence[Trajectory], max_failed_ratio: float, step:
         )
 
 
-def _code_of(failed: Trajectory) -> ErrorCode:
+def _choose_code(failed: Trajectory) -> ErrorCode:
     is_reward = failed.outcome is Outcome.REWARD_ERROR
     return ErrorCode.REWARDS_FAILED if is_reward else ErrorCode.EPISODES_FAILED

@@ -35,14 +35,14 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     num_samples = 1 + max(t.sample_index for t in samples)
     metrics: Metrics = {}
     for source, prompts in groups.items():
-        metrics |= _score_metrics(f"eval/{source}_", list(prompts.values()), ks_of(num_samples))
+        metrics |= _score_metrics(f"eval/{source}_", list(prompts.values()), list_ks(num_samples))
     for source in groups:
         metrics |= _answer_metrics(f"eval/{source}_", [t for t in finished if t.prompt.source == source])
     metrics |= _answer_metrics("eval/", finished)
     return metrics | {"eval/failed_ratio": sum(not t.ok for t in samples) / len(samples)}
 
 
-def ks_of(num_samples: int) -> list[int]:
+def list_ks(num_samples: int) -> list[int]:
     """Returns 1, 2, 4, ... below `num_samples`, and `num_samples`."""
     return [2**i for i in range((num_samples - 1).bit_length())] + [num_samples]
 

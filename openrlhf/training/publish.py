@@ -7,7 +7,7 @@ import huggingface_hub
 from openrlhf.checkpoint.start import Config
 from openrlhf.config.command import Command
 from openrlhf.errors import ErrorCode, RunError, UsageError, describe, first_line, notify
-from openrlhf.observability.hooks.load import call, points_of
+from openrlhf.observability.hooks.load import call, find_points
 from openrlhf.observability.progress import waiting
 
 
@@ -17,7 +17,7 @@ def publish(config: Config, command: Command, *, base_model: str, datasets: str)
     folder = config.ckpt.output_dir
     about = {"command": command.name, "method": command.summary}
     about |= {"base_model": base_model, "datasets": datasets.split(",")}
-    for point in points_of("model"):
+    for point in find_points("model"):
         try:
             call(point, folder, config.run_dir, **about)
         except UsageError as error:

@@ -28,7 +28,7 @@ from openrlhf.models.loading import (
     load_tokenizer,
     log_stops,
     policy_tokenizer,
-    reads_the_tokens_of,
+    reads_tokens_like,
 )
 from openrlhf.rewards.models import check_conversations, has_own_template
 from openrlhf.training.schedule import num_updates, prompts_of_steps
@@ -74,7 +74,7 @@ def build_prompt_datasets(
         probs=data.prompt_probs,
         max_samples=data.max_samples,
     )
-    images = images_of(config, tokenizer)
+    images = find_image_column(config, tokenizer)
     prompts = _prompts(config, tokenizer, rows, images, "--data.prompt_dataset")
     held_out, num_rows = [], 0
     sets = split_spec(evaluation.dataset or "")
@@ -96,7 +96,7 @@ def read_prompts(config: PPOConfig, source: str, tokenizer: PreTrainedTokenizerB
     `data.*`."""
     data = config.data
     rows = _prompt_rows(config, source, flag="prompts", split=data.prompt_split, max_samples=data.max_samples)
-    return _prompts(config, tokenizer, rows, images_of(config, tokenizer), "prompts")
+    return _prompts(config, tokenizer, rows, find_image_column(config, tokenizer), "prompts")
 
 
 def data_notes(
@@ -177,7 +177,7 @@ def _prompts(
     return prompts
 
 
-def images_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ImageColumn | None:
+def find_image_column(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ImageColumn | None:
     """Returns the image column of the prompts; None without one."""
     return ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
 
@@ -243,7 +243,7 @@ def check_reward_templates(
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
         end_token_id(own)
-        is_another = has_own_template(own, tokenizer) or not reads_the_tokens_of(own, tokenizer)
+        is_another = has_own_template(own, tokenizer) or not reads_tokens_like(own, tokenizer)
         if config.reads_images and is_another:
             text = (
                 "the chat template or the tokenizer of this reward model differs from the policy's, so the "
@@ -261,7 +261,7 @@ def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
         check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
     if config.uses_critic:
         path = config.critic_path
-        if not reads_the_tokens_of(load_tokenizer(path, flag=CRITIC_FLAG), tokenizer):
+        if not reads_tokens_like(load_tokenizer(path, flag=CRITIC_FLAG), tokenizer):
             text = (
                 "the critic starts from this model, whose vocabulary differs from the policy's.\n"
                 f"Name a model of the policy's family, such as {config.actor.model_name_or_path}."
@@ -269,6 +269,6 @@ def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
             raise UsageError(ErrorCode.INVALID_MODEL, text, flag=CRITIC_FLAG, value=path)
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
-        if reads_the_tokens_of(own, tokenizer):  # other tokenizers: length unknown
+        if reads_tokens_like(own, tokenizer):  # other tokenizers: length unknown
             model = load_config(path, REWARD_FLAG)
             check_room(model, config, "data.max_len", path=path)

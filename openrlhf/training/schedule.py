@@ -91,7 +91,7 @@ def trained_on(step: Step, *, with_truncated: bool) -> list[int]:
     raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.mask_truncated")
 
 
-def schedule_of(
+def build_schedule(
     config: PPOConfig,
     model: TrainableRanks,
     batch: Batch,
@@ -120,7 +120,7 @@ def schedule_of(
     )
 
 
-def passes_of(
+def list_passes(
     schedule: Schedule, epochs: int, groups: Sequence[Hashable] | None = None
 ) -> list[list[set[Hashable]]]:
     """Returns the batches of each epoch of a schedule: the set of a batch's samples or, if `groups` has the

@@ -31,9 +31,9 @@ from openrlhf.data.related import identities, rows_of_related
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.loading import (
+    find_max_length,
     load_config,
     load_tokenizer,
-    max_length_of,
     policy_tokenizer,
     stop_token_ids,
 )
@@ -180,7 +180,7 @@ class RewardWorker(Worker):
             self.models.append(self.frozen(build, config.reward.offload))
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
-            room = max_length_of(model_config)
+            room = find_max_length(model_config)
             self.readers.append(RewardReader(policy, own, stop_token_ids=stops, max_len=room))
             normalize = config.reward.normalize_enable
             self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))

@@ -118,10 +118,10 @@ def start(backends: Sequence[str], variables: Mapping[str, str]) -> WarmServer |
     None if the variable OPENRLHF_WARM_WORKERS is 0."""
     if os.environ.get("OPENRLHF_WARM_WORKERS") == "0":
         return None
-    return WarmServer(modules_of(backends or tuple(BACKENDS)), variables)
+    return WarmServer(list_modules(backends or tuple(BACKENDS)), variables)
 
 
-def modules_of(backends: Sequence[str]) -> list[str]:
+def list_modules(backends: Sequence[str]) -> list[str]:
     """Returns the modules that the workers of a run with these backends import."""
     return [*ALWAYS, *(module for name in backends for module in BACKENDS.get(name, ()))]
 

@@ -10,7 +10,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from openrlhf.cluster.layout import layout_of
+from openrlhf.cluster.layout import compute_layout
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
@@ -95,7 +95,7 @@ def test_its_command_takes_exactly_the_gpus_that_it_asks_for(tmp_path: Path) -> 
     config = config_of_the_job(tmp_path)
     (group,) = CLUSTER["workerGroupSpecs"]
     gpus = PODS["worker"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    layout = layout_of(config, [{"CPU": 16}, *[{"CPU": 64, "GPU": gpus}] * group["replicas"]])
+    layout = compute_layout(config, [{"CPU": 16}, *[{"CPU": 64, "GPU": gpus}] * group["replicas"]])
     assert sum(layout.bundles) == gpus * group["replicas"]
     for path in (config.ckpt.output_dir, config.ckpt.folder, config.run_dir):
         assert Path(path).is_relative_to(tmp_path)  # the shared folder, which all nodes see

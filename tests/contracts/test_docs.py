@@ -16,7 +16,7 @@ from openrlhf.cli import main
 from openrlhf.cli.completion import parser_of
 from openrlhf.cluster import environment
 from openrlhf.config.commands import COMMANDS, PPO
-from openrlhf.config.fields import fields_of
+from openrlhf.config.fields import list_flags
 from openrlhf.config.parse import parse
 from openrlhf.config.reference import page
 from openrlhf.config.serve_rm import ServeRMConfig
@@ -166,7 +166,7 @@ def check_plan(name: str, words: list[str]) -> None:
 
 def check_options(program: Path, words: list[str]) -> None:
     """Checks that each option is one of a program with argparse. `agent try` passes on those of RL."""
-    own, of_rl = program.read_text(), fields_of(PPO.config_type)
+    own, of_rl = program.read_text(), list_flags(PPO.config_type)
     options = [word for word in words if word.startswith("--")]
     assert not [option for option in options if f'"{option}"' not in own and option[2:] not in of_rl]
 
@@ -177,7 +177,7 @@ def check_options(program: Path, words: list[str]) -> None:
 def test_flags_of_the_text_exist(page: Path) -> None:
     """Flags in the text of a page exist by today's names, except in release notes and the reference, which
     name older ones. Commands are checked above."""
-    known = {name for command in COMMANDS for name in fields_of(command.config_type)} | OPTIONS
+    known = {name for command in COMMANDS for name in list_flags(command.config_type)} | OPTIONS
     known.add("algo.options.NAME")  # options of the classes that other flags select
     if page.name in ("release_notes.md", "flags.md"):
         known |= {name for command in COMMANDS for name in command.old_flags}

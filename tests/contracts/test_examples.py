@@ -16,7 +16,7 @@ from ray.scripts.scripts import cli
 
 from openrlhf.cli import main
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import flag_values
 from openrlhf.config.parse import Invocation, parse
 from openrlhf.tasks.prepare_pictures import prepare_pictures
 
@@ -138,7 +138,7 @@ def understood(call: Call, capsys: pytest.CaptureFixture[str]) -> Invocation:
 
 
 def make_outputs(config) -> None:
-    values = values_of(config)
+    values = flag_values(config)
     if output := values.get("output_path"):
         Path(output).write_text("")
     if folder := values.get("ckpt.output_dir"):
@@ -198,7 +198,7 @@ def test_an_older_name_maps_to_a_script_of_today(
 
 def values(calls: Sequence[Call], capsys: pytest.CaptureFixture[str]) -> list[dict]:
     return [
-        {"command": call.name} | values_of(understood(call, capsys).config)
+        {"command": call.name} | flag_values(understood(call, capsys).config)
         for call in calls
         if call.name is not None
     ]

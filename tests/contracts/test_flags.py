@@ -20,7 +20,7 @@ import yaml
 from refusals import printed
 
 from openrlhf.config import commands
-from openrlhf.config.fields import fields_of, values_of
+from openrlhf.config.fields import flag_values, list_flags
 from openrlhf.config.parse import parse
 
 # Only spellings are checked here, one flag at a time; contradictions between flags are not.
@@ -43,7 +43,7 @@ def tupled(value):
 
 
 def value_of(command, key, argv):
-    return values_of(parse(command, argv).config)[key]
+    return flag_values(parse(command, argv).config)[key]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -96,7 +96,7 @@ def check_spellings(command, row, capsys, folder):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_default(name):
-    values = values_of(COMMANDS[name].config_type())
+    values = flag_values(COMMANDS[name].config_type())
     for row in rows(name):
         default, expected = values[row["new"]], row["default"]
         if isinstance(expected, str) and expected.endswith("*"):
@@ -267,7 +267,7 @@ OURS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_tables_hold_every_flag(name):
     known = {row["new"] for row in rows(name)}
-    assert set(fields_of(COMMANDS[name].config_type)) == known | OURS[name]
+    assert set(list_flags(COMMANDS[name].config_type)) == known | OURS[name]
 
 
 IS_TYPE, IS_THRESHOLD = "algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold"
@@ -339,7 +339,7 @@ OTHER_SPELLINGS = [
 )
 def test_older_and_informal_names(name, line, expected, capsys):
     config = parse(COMMANDS[name], line.split()).config
-    values = values_of(config)
+    values = flag_values(config)
     assert {key: values[key] for key in expected} == expected
     err = capsys.readouterr().err
     for word in line.split():

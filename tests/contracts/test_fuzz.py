@@ -11,7 +11,7 @@ import pytest
 from test_bad_input import COMMANDS, MAINS, files, good_flags  # noqa: F401  the fixture
 
 from openrlhf.config import commands
-from openrlhf.config.fields import fields_of
+from openrlhf.config.fields import list_flags
 from openrlhf.config.parse import parse
 
 pytestmark = pytest.mark.processes
@@ -125,7 +125,7 @@ def test_a_mistake_is_refused_in_words(
     output = ["--ckpt.output_dir", f"{tmp_path}/out", "--logger.run_dir", f"{tmp_path}/run"]
     good = {name: [*good_flags(name, files), *output] for name in COMMANDS}
     types = {command.name: command for command in commands.COMMANDS}
-    keys = {name: list(fields_of(type(parse(types[name], good[name]).config))) for name in COMMANDS}
+    keys = {name: list(list_flags(type(parse(types[name], good[name]).config))) for name in COMMANDS}
     for name in COMMANDS:
         with pytest.raises(Accepted):
             MAINS[name](good[name])

@@ -23,7 +23,7 @@ from refusals import refused
 
 from openrlhf.cluster import engine_pool, environment, placement, rank_groups, weight_check
 from openrlhf.cluster.launch import available_nodes, check_resources, start_ray
-from openrlhf.cluster.layout import ENGINES, layout_of
+from openrlhf.cluster.layout import ENGINES, compute_layout
 from openrlhf.cluster.placement import Bundles, in_order, place
 from openrlhf.cluster.roles import start_roles
 from openrlhf.config.ppo import (
@@ -160,7 +160,7 @@ def test_a_worker_that_sees_all_gpus_of_its_node_finds_its_own(monkeypatch) -> N
 def test_roles_are_where_they_were_planned(actors: int, refs: int, engines: int, size: int) -> None:
     """Every role has the node that was planned for it, up to the names of the nodes."""
     wanted = config(actors, refs, engines, size)
-    layout = layout_of(wanted, available_nodes())
+    layout = compute_layout(wanted, available_nodes())
     with placed(wanted) as places:
         found = {role: [(node, gpu) for node, gpu, _ in of_ranks(places[role])] for role in ("actor", "ref")}
         found[ENGINES] = [place for i in range(engines) for place in of_engine(places[ENGINES], i, size)]
@@ -274,7 +274,7 @@ def test_processes_that_share_a_gpu_take_turns(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(rank_groups.CriticRanks, "worker_class", order.Critic)
     monkeypatch.setattr(rank_groups.FrozenRanks, "worker_class", order.Reference)
     monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
-    monkeypatch.setattr(weight_check, "probe_of_run", lambda _: [])
+    monkeypatch.setattr(weight_check, "build_run_probe", lambda _: [])
     monkeypatch.setattr(weight_check.WeightCheck, "limit", None)  # it would load the model's configuration
     monkeypatch.setattr(weight_check, "check_stored", lambda *_: 0.0)
     ray.cloudpickle.register_pickle_by_value(order)

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.tasks import prepare as unjudged
 from openrlhf.tasks.prepare import EVAL_SEED, write_rows
-from openrlhf.tasks.word_problem import Problem, answer_of, make_problems, solution
+from openrlhf.tasks.word_problem import Problem, make_problems, solution, write_answer
 
 PLACEHOLDER = "#"
 """A token of the tiny tokenizer that occurs in no problem."""
@@ -74,7 +74,7 @@ def wrong_answer(problem: Problem, rng: random.Random) -> str:
     """Returns a guess, or a careful answer with a mistake in it."""
     steps, _ = mistaken_steps(problem, rng)
     if rng.random() < 0.5:
-        return answer_of(steps)
+        return write_answer(steps)
     return f"<think></think>\\boxed{{{steps[-1].partition('=')[2]}}}"
 
 

@@ -28,7 +28,7 @@ from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.dcp import forged, load_tensors
 from openrlhf.checkpoint.random_state import load_random_state
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
-from openrlhf.checkpoint.zero import Checkpoint, _states_of
+from openrlhf.checkpoint.zero import Checkpoint, _get_states
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse, to_yaml
@@ -40,7 +40,7 @@ from openrlhf.files import check_owner
 from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, processor_around
 from openrlhf.models.scorer import check_reward_model
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers.wandb import key_of
+from openrlhf.observability.trackers.wandb import read_key
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.record.model_card import write_model_card
 from openrlhf.tools.serve.lora_combiner import run as combine_run
@@ -225,7 +225,7 @@ LOADERS: dict[str, Callable[[bytes], object]] = {
     "checkpoint of DeepSpeed": lambda content: Checkpoint(
         Path(written("c/mp_rank_00_model_states.pt", content)).parent
     ).model_states(),
-    "optimizer states of DeepSpeed": lambda content: _states_of(
+    "optimizer states of DeepSpeed": lambda content: _get_states(
         Path(written("c/zero_pp_rank_0_mp_rank_00_optim_states.pt", content))
     ),
     "universal checkpoint": lambda content: Checkpoint(
@@ -324,10 +324,10 @@ def test_a_new_run_folder_is_of_its_owner_alone(tmp_path: Path) -> None:
 
 def test_the_key_of_a_tracker_can_stay_out_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("MARKER\n")
-    assert key_of(f"@{tmp_path}/key") == "MARKER"
-    assert key_of("MARKER") == "MARKER"
+    assert read_key(f"@{tmp_path}/key") == "MARKER"
+    assert read_key("MARKER") == "MARKER"
     with refused(ErrorCode.NOT_FOUND, flag="--logger.wandb.key", value="@nothing"):
-        key_of("@nothing")
+        read_key("@nothing")
 
 
 def test_a_users_url_and_a_key_are_refused_together(

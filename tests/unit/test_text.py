@@ -16,7 +16,7 @@ from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.data.inference import Question
 from openrlhf.models.generation import Generated
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.text import response_of, token_ids_within
+from openrlhf.text import decode_response, token_ids_within
 from openrlhf.tools.serve.answering import Recorder, requests_for
 from openrlhf.tools.serve.streaming import PiecewiseText
 from openrlhf.utils import decode
@@ -159,7 +159,7 @@ def test_the_journal_holds_what_the_policy_wrote() -> None:
         token_ids=prompt + response,
         action_mask=[False] * len(prompt) + [True] * len(response),
     )
-    assert response_of(t, partial(decode, LLAMA)) == RESPONSE
+    assert decode_response(t, partial(decode, LLAMA)) == RESPONSE
 
 
 def test_a_text_that_is_much_too_long_is_not_read_to_its_end():

@@ -42,7 +42,7 @@ from openrlhf.checkpoint.zero import (
 )
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.models.backbone import RowModel, backbone_of, get_row_layout
+from openrlhf.models.backbone import RowModel, get_backbone, get_row_layout
 from openrlhf.models.self_check import resolve_row_layout, shard_matrices_checked
 from openrlhf.types import Metrics
 
@@ -317,7 +317,7 @@ def _matrices(module: RowModel) -> list[Tensor]:
     whose rows belong to tokens."""
     model = module.model
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
-    layers = [m.weight for m in backbone_of(model).modules() if isinstance(m, nn.Linear)]
+    layers = [m.weight for m in get_backbone(model).modules() if isinstance(m, nn.Linear)]
     return [weight for weight in layers if weight.requires_grad and id(weight) not in ends]
 
 

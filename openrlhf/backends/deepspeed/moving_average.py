@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.writer import CheckpointWriter
-from openrlhf.checkpoint.zero import slice_of
+from openrlhf.checkpoint.zero import find_slice
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.tensor_parallel import put_together
@@ -82,7 +82,7 @@ class MovingAverage:
         ranks."""
         mine = self._slice(numel)
         for rank, part in enumerate(parts):
-            theirs = slice_of(numel, rank, len(parts))
+            theirs = find_slice(numel, rank, len(parts))
             start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
             if start < stop:
                 own[start - mine.start : stop - mine.start] = part[start - theirs.start : stop - theirs.start]
@@ -106,7 +106,7 @@ class MovingAverage:
 
     def _slice(self, numel: int) -> range:
         """Returns the range of a parameter's `numel` elements that this rank averages."""
-        return slice_of(numel, self.mesh.copy, self.mesh.copies)
+        return find_slice(numel, self.mesh.copy, self.mesh.copies)
 
     def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
         """Gathers all parts of a parameter into one tensor on rank 0; returns None on other ranks."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineOptions, find_nuclei
-from openrlhf.backends.weight_sync.buckets import Bucket, metas_of
+from openrlhf.backends.weight_sync.buckets import Bucket, parse_metas
 from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint, fingerprints
 from openrlhf.completions import Completion, Completions, SamplingParams
@@ -264,7 +264,7 @@ class TransformersEngine:
     async def update_weights(self, update_info: dict | list[dict]) -> None:
         for update in update_info if isinstance(update_info, list) else [update_info]:
             buffer = torch.frombuffer(bytearray(update["data"]), dtype=torch.uint8)
-            for meta, tensor in Bucket(tuple(metas_of(update["tensors"]))).views(buffer):
+            for meta, tensor in Bucket(tuple(parse_metas(update["tensors"]))).views(buffer):
                 self.checksum.add(meta.name, tensor)
                 self.received[meta.name] = tensor
 

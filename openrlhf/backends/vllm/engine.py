@@ -100,7 +100,7 @@ def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
     }
 
 
-def _speculation_of(options: EngineOptions) -> dict[str, Any] | None:
+def _speculation_options(options: EngineOptions) -> dict[str, Any] | None:
     """Returns vLLM's arguments for speculative decoding. A draft model is loaded from its files even if the
     policy waits for its weights."""
     if options.speculation is None:
@@ -225,7 +225,7 @@ class VLLMEngine:
             max_logprobs=options.max_logprobs,
             worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
             weight_transfer_config=vllm.WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
-            speculative_config=_speculation_of(options),
+            speculative_config=_speculation_options(options),
             **_lora_arguments(options.lora),
         )
         with refusals(options):

@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 
 from openrlhf.backends import peak_memory
 from openrlhf.backends.vllm import parent_death_guard
-from openrlhf.backends.weight_sync.buckets import Bucket, metas_of, plan_buckets
+from openrlhf.backends.weight_sync.buckets import Bucket, parse_metas, plan_buckets
 from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
 from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
@@ -217,7 +217,7 @@ class RayReceiver(Reloading, WeightTransferEngine[RayInitInfo, RayUpdateInfo]):
         pass
 
     def receive_weights(self, update_info: RayUpdateInfo) -> None:
-        bucket = Bucket(tuple(metas_of(update_info.tensors)))
+        bucket = Bucket(tuple(parse_metas(update_info.tensors)))
         buffer = torch.frombuffer(bytearray(update_info.data), dtype=torch.uint8).to(self.device)
         self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
 
@@ -243,7 +243,7 @@ class GlooReceiver(Reloading, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]
         )
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        buckets = plan_buckets(metas_of(update_info.tensors), update_info.bucket_bytes)
+        buckets = plan_buckets(parse_metas(update_info.tensors), update_info.bucket_bytes)
         try:
             for bucket, buffer in self.connection.received(buckets):
                 self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])

@@ -71,7 +71,7 @@ def as_json(tensors: Iterable[TensorMeta]) -> list[list]:
     return [[t.name, t.dtype, list(t.shape)] for t in tensors]
 
 
-def metas_of(tensors: list[list]) -> list[TensorMeta]:
+def parse_metas(tensors: list[list]) -> list[TensorMeta]:
     """Parses a list of [name, dtype, shape], as `as_json` writes it."""
     return [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
 

@@ -67,22 +67,22 @@ def make_probe(tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, m
     """Returns a probe of at most `max_len` tokens. It begins with a picture if the policy has a `reader` of
     images."""
     if reader is None:
-        tokens = probe_of(tokenizer, min(PROBE_TOKENS, max_len))
+        tokens = build_probe(tokenizer, min(PROBE_TOKENS, max_len))
         return Probe(token_ids=tokens, asked=tokens)
     processor, picture = reader.processor, reader.noise(SHAPES[0])
     placeholder = processor.tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
     read = picture.token_ids.tolist()
-    tokens = probe_of(tokenizer, min(PROBE_TOKENS, max_len - len(read)))
+    tokens = build_probe(tokenizer, min(PROBE_TOKENS, max_len - len(read)))
     return Probe(token_ids=[*read, *tokens], asked=[*placeholder, *tokens], images=picture.images)
 
 
-def probe_of_run(config: PPOConfig) -> Probe:
+def build_run_probe(config: PPOConfig) -> Probe:
     """Returns the probe of a run, whose policy may read images."""
     reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
     return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
 
 
-def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+def build_probe(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
     """Returns at most `length` token ids: the tokenizer's BOS token if it has one, then random ordinary
     tokens, the same in every call."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -216,7 +216,7 @@ def differing_weights(
     ]
 
 
-def reason_of(unwritten: Sequence[str], different: Sequence[str], num_compared: int) -> str:
+def explain_difference(unwritten: Sequence[str], different: Sequence[str], num_compared: int) -> str:
     """Returns a message about the cause of different log-probs. `unwritten`: parameters that no sync has
     written; `different`: weights that differ in the engine's layers, of `num_compared` weights that were read
     back."""

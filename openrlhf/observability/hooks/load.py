@@ -20,10 +20,10 @@ CHECKED, RECORDED = ("rl", "supervised", "rank"), ("observer", "model")
 records and judges a run."""
 
 
-def hooks_of(names: Sequence[str] | None) -> list[Hook]:
+def build_hooks(names: Sequence[str] | None) -> list[Hook]:
     """Builds the hooks that `train.hooks` names. Raises UsageError, which names the flag, for one that cannot
     be imported or built."""
-    return [_made(_class_of(name)) for name in names or ()]
+    return [_made(_find_class(name)) for name in names or ()]
 
 
 def attached(place: str, config: Any = None, **about: Any) -> list[Hook]:
@@ -35,19 +35,19 @@ def attached(place: str, config: Any = None, **about: Any) -> list[Hook]:
     """
     about |= {"config": config} if place in ("rl", "supervised") else {}
     verify_steps = config.train.verify_steps if place in CHECKED else 0
-    return [call(point, **about) for point in points_of(place, verify_steps)]
+    return [call(point, **about) for point in find_points(place, verify_steps)]
 
 
 def check_hooks(names: Sequence[str] | None, verify_steps: int) -> None:
     """Raises UsageError for a hook that cannot be imported, and if this installation lacks what records a
     run, or the checks while the run is to check its first steps. Builds none."""
     for name in names or ():
-        _class_of(name)
+        _find_class(name)
     for place in (*CHECKED, *RECORDED):
-        points_of(place, verify_steps)
+        find_points(place, verify_steps)
 
 
-def points_of(place: str, verify_steps: int = 0) -> Sequence[EntryPoint]:
+def find_points(place: str, verify_steps: int = 0) -> Sequence[EntryPoint]:
     """Returns the entry points of a place. Raises UsageError if this package needs one of its own there that
     is not installed."""
     points = list(entry_points(group=f"openrlhf.attached.{place}"))
@@ -84,6 +84,6 @@ def _made(hook: type[Hook]) -> Hook:
         raise failed(hook, "__init__", error, UsageError) from error
 
 
-def _class_of(name: str) -> type[Hook]:
+def _find_class(name: str) -> type[Hook]:
     text = "there is no such hook; name a class as folder/file.py:NAME or package.module:NAME"
     return HOOKS.choose(name, flag=FLAG, unknown=text)

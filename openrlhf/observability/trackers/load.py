@@ -21,13 +21,13 @@ FLAG, OPTIONS = "--logger.trackers", "--logger.tracker_options"
 TRACKERS = Registry("openrlhf.observability.trackers", Tracker)
 
 
-def trackers_of(logger: LoggerConfig) -> list[Tracker]:
+def build_trackers(logger: LoggerConfig) -> list[Tracker]:
     """Builds the trackers that the flags select, without opening them. Raises UsageError, which names the
     flag, if a tracker cannot be imported, lacks its package or does not have a given option."""
     flags = {} if logger.tensorboard_dir is None else {"tensorboard": "--logger.tensorboard_dir"}
     flags |= {"wandb": "--logger.wandb.key"} if logger.wandb.is_used else {}
     names = dict.fromkeys([*flags, *(logger.trackers or ())])
-    classes = {flags.get(name, f"{FLAG} {name}"): _class_of(name) for name in names}
+    classes = {flags.get(name, f"{FLAG} {name}"): _find_class(name) for name in names}
     for place, cls in classes.items():
         if cls.package and importlib.util.find_spec(cls.package) is None:
             flag, _, name = place.partition(" ")
@@ -44,7 +44,7 @@ def open_trackers(run: TrackedRun) -> list[Tracker]:
     """Builds and opens the trackers that the flags select. Leaves out a built-in tracker that does not open,
     with a warning. Raises UsageError for any exception of a user's tracker."""
     made = []
-    for tracker in trackers_of(run.logger):
+    for tracker in build_trackers(run.logger):
         try:
             tracker.open(run)
             made.append(tracker)
@@ -62,7 +62,7 @@ def open_trackers(run: TrackedRun) -> list[Tracker]:
     return made
 
 
-def _class_of(name: str) -> type[Tracker]:
+def _find_class(name: str) -> type[Tracker]:
     text = (
         f"there is no such tracker; use {', '.join(TRACKERS.names)},\n"
         "or your own as folder/file.py:NAME or package.module:NAME"

@@ -33,7 +33,7 @@ class WandbTracker(Tracker):
         self._wandb, flags, folder = wandb, run.logger.wandb, run.folder
         # A saved config.yaml has REDACTED instead of a key; its user's own key is used then.
         from_environment = flags.key in (None, "True", "true", REDACTED)
-        key = None if from_environment else key_of(str(flags.key))
+        key = None if from_environment else read_key(str(flags.key))
 
         def start(mode: str | None):
             return wandb.init(
@@ -80,7 +80,7 @@ class WandbTracker(Tracker):
         self._run.finish()
 
 
-def key_of(value: str) -> str:
+def read_key(value: str) -> str:
     """Returns the key that a flag gives: the value itself, or for `@FILE` the content of the file. Raises
     UsageError if the file cannot be read."""
     if not value.startswith("@"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, values_of, waiting
+from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, flag_values, waiting
 
 PATIENCE = 15.0
 """Seconds of an import before a file of output mentions it; a terminal shows it sooner."""
@@ -51,7 +51,7 @@ def fitting_lengths(
 ) -> dict[str, int]:
     """Returns smaller values for those of the lengths `keys` that nobody set, with which the model that
     `flag` names reads the sum of all. For `parse`, which names a cluster that does not matter here."""
-    values = values_of(config)
+    values = flag_values(config)
     lengths = {key: values[key] for key in keys}
     free = [key for key in keys if key not in explicit]
     choose_hub(config.use_ms)
@@ -71,6 +71,6 @@ def _context_of(path: str, flag: str) -> int | None:
     scaling = str(text.get("rope_parameters") or text.get("rope_scaling"))
     if isinstance(room, int) and "factor" not in scaling:
         return room
-    from openrlhf.api import load_config, max_length_of  # imports transformers
+    from openrlhf.api import find_max_length, load_config  # imports transformers
 
-    return max_length_of(load_config(path, flag))
+    return find_max_length(load_config(path, flag))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from openrlhf.api import DPO, KD, KTO, PPO, PRM, RM, SFT, Command, ErrorCode, UsageError, fields_of
+from openrlhf.api import DPO, KD, KTO, PPO, PRM, RM, SFT, Command, ErrorCode, UsageError, list_flags
 from openrlhf.api import OPTION_PREFIX as PREFIX
 from openrlhf.api import SupervisedTask as Task
 from openrlhf.api import flat_settings as flat
@@ -69,7 +69,7 @@ def _command_of(file: str, prog: str) -> Command:
 
 
 def _has(command: Command, key: str) -> bool:
-    fields = fields_of(command.config_type)
+    fields = list_flags(command.config_type)
     is_section = any(name.startswith(f"{key}.") for name in fields)
     is_option = command is PPO and key.startswith(PREFIX.rstrip("."))
     return not key or key in fields or key in command.old_flags or is_section or is_option

@@ -20,10 +20,10 @@ from openrlhf.api import (
     UsageError,
     clean_text,
     decode,
+    decode_response,
     load_tokenizer,
     parse,
     read_journal,
-    response_of,
     run_rl,
     run_supervised,
 )
@@ -161,7 +161,7 @@ def _show_result(folder: Path, steps: int) -> str:
     for column in ("problem", "before", "after"):
         samples.add_column(column, overflow="fold")
     for b, a in list(zip(before, after, strict=True))[:5]:
-        answers = (f"{response_of(t, text)} {'✓' if t.reward else '✗'}" for t in (b, a))
+        answers = (f"{decode_response(t, text)} {'✓' if t.reward else '✗'}" for t in (b, a))
         samples.add_row(text(b.token_ids[: b.prompt_length].tolist()), *answers)
     console.print(figures)
     console.print(samples, markup=False)

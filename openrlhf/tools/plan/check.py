@@ -32,6 +32,7 @@ from openrlhf.api import (
     TemplateProblem,
     UsageError,
     build_prompt_datasets,
+    build_trackers,
     build_train_set,
     check_hooks,
     check_output,
@@ -42,14 +43,13 @@ from openrlhf.api import (
     describe,
     encode_prompts,
     final_answer,
-    load_tokenizer_of,
+    load_run_tokenizer,
     missing_template,
     policy_tokenizer,
     readable,
     rl_data_notes,
     stop_token_ids,
     supervised_data_notes,
-    trackers_of,
     with_values,
 )
 from openrlhf.api import check_rl_files as check_files
@@ -159,7 +159,7 @@ def _files(check: Check) -> None:
     config = check.config
     check.ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
     if isinstance(config, PPOConfig):
-        check.ask("--logger.trackers", trackers_of, config.logger)
+        check.ask("--logger.trackers", build_trackers, config.logger)
         check.ask("--train.hooks", check_hooks, config.train.hooks, config.train.verify_steps)
         check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
     else:
@@ -180,7 +180,7 @@ def _supervised_data(check: Check) -> None:
     config, assumed, tokenizer = check.config, check.assumed, None
     is_chat = getattr(config.data, "apply_chat_template", False)
     with check.part("samples: tokens with a loss are green, or in brackets"):
-        tokenizer = load_tokenizer_of(config)
+        tokenizer = load_run_tokenizer(config)
         check.screen.first_tokens(tokenizer, is_chat=is_chat)
         dataset = build_train_set(_task(check), tokenizer)
         for i in range(min(SAMPLES, len(dataset))):

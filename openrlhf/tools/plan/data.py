@@ -7,7 +7,7 @@ from openrlhf.api import SupervisedTask as Task
 from openrlhf.api import (
     build_train_set,
     lay_out,
-    load_tokenizer_of,
+    load_run_tokenizer,
 )
 from openrlhf.api import check_supervised_files as check_files
 from openrlhf.tools.command_line.run_files import task_type_of
@@ -25,7 +25,7 @@ def show(task: Task, *, num_samples: int, coloured: bool) -> None:
     """Prints samples, rows and a summary of the dataset, which is built as for training, with the same
     cache."""
     config = task.config
-    tokenizer = load_tokenizer_of(config)
+    tokenizer = load_run_tokenizer(config)
     dataset = build_train_set(task, tokenizer)
     screen = Preview(sys.stdout, coloured=coloured)
     screen.first_tokens(tokenizer, is_chat=getattr(config.data, "apply_chat_template", False))

@@ -14,12 +14,12 @@ from openrlhf.api import (
     Layout,
     ModelSize,
     PPOConfig,
-    layout_of,
+    compute_layout,
+    flag_values,
     learner_size,
     model_size,
     resource_problems,
     to_words,
-    values_of,
     with_values,
 )
 from openrlhf.api import described_layout as described
@@ -95,7 +95,7 @@ def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) 
     configuration."""
     data, layout, starved = config.data, None, False
     if isinstance(config, PPOConfig):
-        layout, sizes = layout_of(config, described(cluster.gpus)), _sizes(config)
+        layout, sizes = compute_layout(config, described(cluster.gpus)), _sizes(config)
         lengths = lengths_of(data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response)
         rows = assumed.rows or rows_of(config)
         batches = ppo_batches(config, lengths, rows)
@@ -199,7 +199,7 @@ def suggestion(
         without = planned(fewer)
         if without and without.fits:
             plan, remedies = without, fewer
-    before = values_of(config)
+    before = flag_values(config)
     changes = dict(change for remedy in remedies for change in remedy)
     return [(key, value) for key, value in changes.items() if value != before[key]], plan
 

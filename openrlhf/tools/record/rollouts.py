@@ -13,8 +13,8 @@ from openrlhf.api import (
     TrainedSamples,
     Trajectory,
     commonest_failure,
+    decode_response,
     headline,
-    response_of,
     shorten,
 )
 from openrlhf.tools.record.samples import few_samples, print_samples
@@ -64,7 +64,7 @@ class Rollouts(Hook):
         rows = [
             [
                 t.prompt.text,
-                response_of(t, decode) if decode else "",
+                decode_response(t, decode) if decode else "",
                 t.reward if t.ok else t.outcome.value,
                 t.truncated,
             ]
@@ -97,7 +97,7 @@ class Rollouts(Hook):
         decode = self.observer.decode
         same = "" if count == len(failed) else f", {count} of them with"
         prompt = shorten(example.prompt.text, 120, keep_end=True)
-        answer = shorten(response_of(example, decode), 120) if decode else ""
+        answer = shorten(decode_response(example, decode), 120) if decode else ""
         self.observer.message(
             f"{len(failed)} of {len(trajectories)} samples failed{same}: {shorten(headline(example), 240)} | "
             f"prompt {prompt!r}, answer {answer!r}{f' | {path.name}' if path else ''}"

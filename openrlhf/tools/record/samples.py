@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.api import Decode, Trajectory, best_to_worst, format_number, response_of, shorten
+from openrlhf.api import Decode, Trajectory, best_to_worst, decode_response, format_number, shorten
 
 SAMPLES_PRINTED = 4
 
@@ -26,7 +26,7 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
             "–" if t.reward is None else format_number(t.reward),
             f"{t.num_actions}{' cut' if t.truncated else ''}",
             shorten(t.prompt.text, 300, keep_end=True),
-            shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
+            shorten(decode_response(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
         )
         for t in samples
     ]

@@ -12,8 +12,8 @@ from openrlhf.api import (
     PackedRow,
     Sample,
     alone,
+    get_head,
     head_name,
-    head_of,
     transformed_logits,
     transformers_attention,
 )
@@ -71,7 +71,7 @@ def log_probs_of_row(model: PreTrainedModel, row: PackedRow, temperature: float 
 
 def distribution_of(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
     """Returns the log-probs (A, V) in float64 of all tokens, given the hidden states (A, H) before them."""
-    return distribution(transformed_logits(head_of(model)(hidden).double(), model.config), temperature)
+    return distribution(transformed_logits(get_head(model)(hidden).double(), model.config), temperature)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from openrlhf.api import ResumeChange as Change
 from openrlhf.api import num_samples, read_table
-from openrlhf.api import resume_change as change_of
+from openrlhf.api import resume_change as find_change
 from openrlhf.tools.command_line.run_files import TRAINING
 from openrlhf.tools.replay.differences import NUMBER, ORDER, Compared, compare_metrics, compare_rollouts, same
 from openrlhf.tools.replay.recorded import RecordedRun
@@ -130,7 +130,7 @@ def settings(a: RecordedRun, b: RecordedRun) -> Settings:
     """Compares flags and environments, and the checksums of data and models that checkpoints record."""
     flags = _changed(a.flags, b.flags)
     types = [command.config_type for command in TRAINING if a.command in ("", command.name)]
-    decides = lambda key: all(change_of(type_, key).change is not Change.FREE for type_ in types)
+    decides = lambda key: all(find_change(type_, key).change is not Change.FREE for type_ in types)
     data = _changed(a.contents, b.contents)
     return Settings(
         learned={f"--{key}": values for key, values in flags.items() if decides(key)} | data,

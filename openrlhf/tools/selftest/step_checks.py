@@ -16,9 +16,9 @@ from openrlhf.api import (
     Trajectory,
     advantage_arguments,
     check_mismatch,
+    list_passes,
     not_none,
     notify,
-    passes_of,
     rollout_metrics,
 )
 from openrlhf.tools.reference.advantages import plain_advantages
@@ -92,7 +92,7 @@ class StepChecks(Hook):
         for name, schedule in step.schedules.items():
             check_schedule(name, schedule, step.trained_on, train.max_epochs, step.number)
             if step.number - 1 <= train.verify_steps > 0:
-                passes = passes_of(schedule, train.max_epochs, step.groups)
+                passes = list_passes(schedule, train.max_epochs, step.groups)
                 check_orders(f"the {name}'s samples", [*self.passes.get(name, []), *passes], step.number)
                 self.passes[name] = passes
 

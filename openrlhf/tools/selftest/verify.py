@@ -40,9 +40,9 @@ from openrlhf.api import (
     SFTObjective,
     SupervisedConfig,
     TrainEngine,
+    get_head,
     get_row_layout,
     head_name,
-    head_of,
     head_options,
     is_classifier,
     reference_log_probs,
@@ -227,7 +227,7 @@ def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
 def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int) -> None:
     """Checks log-probs and entropies of synthetic hidden states, and their gradients, against a softmax over
     the whole vocabulary."""
-    head, (scale, softcap) = head_of(model), head_options(model.config)
+    head, (scale, softcap) = get_head(model), head_options(model.config)
     weight = cast(Tensor, head.weight)
     synthetic = torch.Generator().manual_seed(0)
     hidden = torch.randn(NUM_STATES, weight.shape[1], generator=synthetic).to(weight).requires_grad_()

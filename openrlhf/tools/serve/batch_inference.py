@@ -32,20 +32,20 @@ from openrlhf.api import (
     counted,
     current_device,
     engine_class,
+    flag_values,
     format_duration,
     format_number,
     init_distributed,
     load_config,
     load_generator,
     load_rows,
+    load_run_tokenizer,
     load_scorer,
-    load_tokenizer_of,
     log_stops,
     resolve_row_layout,
     score_statistics,
     seed_everything,
     stop_token_ids,
-    values_of,
     waiting,
 )
 from openrlhf.api import inference_fingerprint as fingerprint
@@ -84,7 +84,7 @@ def run(config: BatchInferenceConfig) -> None:
     """Runs the task and writes `output_path`. Every rank calls it; the process group stays open."""
     with checking():
         check(config)
-    tokenizer = load_tokenizer_of(config)
+    tokenizer = load_run_tokenizer(config)
     if config.task != "rm":
         log_stops(config, tokenizer)
     work, made_from = build_work(config, tokenizer)
@@ -136,7 +136,7 @@ def check(config: BatchInferenceConfig) -> None:
 def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str]) -> None:
     """Raises UsageError if the model is missing, if its context is shorter than the sum of the flags
     `lengths`, or if the engine is vLLM and does not support it."""
-    path, values = config.model.model_name_or_path, values_of(config)
+    path, values = config.model.model_name_or_path, flag_values(config)
     model_config = load_config(path, MODEL_FLAG)
     check_room(model_config, config, *lengths, path=path)
     if config.engine == "vllm":
@@ -193,7 +193,7 @@ def build_work(
 def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
     """Returns everything that determines the results: flags, fingerprint of the rows, and size and
     modification time of each weight file."""
-    flags = {key: value for key, value in values_of(config).items() if key not in ONLY_SPEED}
+    flags = {key: value for key, value in flag_values(config).items() if key not in ONLY_SPEED}
     folder = Path(config.model.model_name_or_path)
     files = sorted(file for ending in ("safetensors", "bin") for file in folder.glob(f"[!.]*.{ending}"))
     weights = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
@@ -341,7 +341,7 @@ def sampling_params_of(
 
 
 def _longest(config: BatchInferenceConfig) -> int:
-    values = values_of(config)
+    values = flag_values(config)
     return sum(values[key] for key in length_keys(config))
 
 

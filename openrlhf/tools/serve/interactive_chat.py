@@ -17,7 +17,7 @@ from openrlhf.api import (
     VLLMStream,
     checking,
     clean_text,
-    load_tokenizer_of,
+    load_run_tokenizer,
     log_stops,
     notify,
     prompt_token_ids,
@@ -40,7 +40,7 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
     """Answers messages until `exit` or the end of the input."""
     with checking():
         check_answering_model(config, ["data.max_len"])
-    tokenizer = load_tokenizer_of(config)
+    tokenizer = load_run_tokenizer(config)
     config = _with_template(config, explicit, tokenizer.chat_template)
     log_stops(config, tokenizer)
     conversation = _conversation(config, tokenizer)

@@ -16,15 +16,15 @@ from openrlhf.api import (
     RunError,
     SamplingParams,
     WeightFingerprint,
+    build_run_probe,
     differing_weights,
     free_port,
     local_options,
     not_none,
-    probe_of_run,
 )
 from openrlhf.api import WeightLimit as Limit
 from openrlhf.api import WeightProbe as Probe
-from openrlhf.api import weight_difference as reason_of
+from openrlhf.api import weight_difference as explain_difference
 from openrlhf.tools.verify.report import Finding, judged, not_checked
 from openrlhf.tools.verify.subjects import PolicySubject, batch_of, policy_learned, prompts_of
 from openrlhf.tools.verify.timing import Clock
@@ -51,7 +51,7 @@ class SyncedPair:
 
     def __init__(self, worker: PolicyWorker, engine: LocalEngine, options: EngineOptions) -> None:
         self.worker, self.engine, self.version = worker, engine, 0
-        self.probe: Probe = probe_of_run(worker.config)
+        self.probe: Probe = build_run_probe(worker.config)
         self.limit = Limit.of_run(worker.config, on_gpu=options.on_gpu)
         worker.open_weight_sync(engine, options.transfer_backend, "127.0.0.1", free_port())
 
@@ -82,7 +82,9 @@ class SyncedPair:
             self.engine.engine.layer_fingerprints(lengths)
         )
         unwritten = self.engine.call(self.engine.engine.unwritten_parameters())
-        return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))
+        return explain_difference(
+            unwritten, differing_weights(sent, stored, self.limit.relative), len(stored)
+        )
 
 
 def engine_checks(subject: PolicySubject, dtype: str) -> Iterator[Finding]:

@@ -37,8 +37,8 @@ from openrlhf.api import (
     encode_prompts,
     load_config,
     load_reward_model,
+    load_run_tokenizer,
     load_tokenizer,
-    load_tokenizer_of,
     model_folder,
     reference_path,
     release_cached_memory,
@@ -225,7 +225,7 @@ def language_model(path: str) -> Any:
 def with_head(config: RMConfig, folder: Path) -> str:
     """Returns the model's folder if it is a reward model. Else writes a copy of the language model with a new
     scalar head to `folder`, and returns that."""
-    path, tokenizer = config.model.model_name_or_path, load_tokenizer_of(config)
+    path, tokenizer = config.model.model_name_or_path, load_run_tokenizer(config)
     if Path(path).is_dir():
         try:
             check_reward_model(path, MODEL_FLAG, config.ds.value_head_prefix)

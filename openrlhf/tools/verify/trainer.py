@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.api import PackedRow, get_row_layout, tree_of
+from openrlhf.api import PackedRow, build_tree, get_row_layout
 from openrlhf.tools.reference.objectives import plain_loss
 from openrlhf.tools.verify.compare import REPORT, Gradient, Scale, compared, on_cpu
 from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE, LayoutStep
@@ -141,7 +141,7 @@ def plain_of(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradien
 def unshared_gradient(running: Running, row: PackedRow) -> Gradient | None:
     """Repeats the step with all items in one row, with each sequence computed whole. `row`: this row. Returns
     None if its sequences share no prefix."""
-    if not running.engine.trains_on_prefixes or tree_of(row, with_routing=False) is None:
+    if not running.engine.trains_on_prefixes or build_tree(row, with_routing=False) is None:
         return None
     layout = get_row_layout(running.engine.module.model)
     layout.shares_prefixes = False

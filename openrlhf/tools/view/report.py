@@ -24,8 +24,8 @@ from openrlhf.api import (
     format_duration,
     format_number,
     headlines,
-    label_of,
     num_samples,
+    read_label,
     read_rows,
     read_table,
     shorten,
@@ -280,7 +280,7 @@ def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
     if row["error"]:
         answer = f"{answer}\n[{row['error']}]".strip()
     texts = [("prompt", _sample_text(row["prompt"], keep_end=True)), ("answer", _sample_text(answer))]
-    if (label := label_of(row)) not in ("", None):
+    if (label := read_label(row)) not in ("", None):
         texts.append(("label", _sample_text(label)))
     return {"kind": kind, "facts": [fact for fact in facts if fact], "texts": texts}
 

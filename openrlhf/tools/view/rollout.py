@@ -18,9 +18,9 @@ from openrlhf.api import (
     UsageError,
     decoded,
     kept_download,
-    label_of,
     load_image,
     png,
+    read_label,
     read_rows,
 )
 from openrlhf.tools.view.index import Index, parquet
@@ -57,7 +57,7 @@ def read_row(index: Index, run: int, file: str, row: int) -> Row:
     if not rows:
         raise UsageError(ErrorCode.NOT_FOUND, f"the file has no row {row}", value=file)
     found = {RENAMED_COLUMNS.get(name, name): value for name, value in rows[0].items()}
-    label = label_of(found)
+    label = read_label(found)
     return found | {"label": label if label is None or isinstance(label, str) else found["label"]}
 
 

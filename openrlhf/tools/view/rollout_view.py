@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from openrlhf.api import clean_text, format_number, label_of
+from openrlhf.api import clean_text, format_number, read_label
 
 Row = Mapping[str, Any]
 
@@ -76,7 +76,7 @@ def updates_of(row: Row) -> str:
 
 
 def facts(row: Row) -> list[tuple[str, str]]:
-    label = label_of(row)
+    label = read_label(row)
     logs = " · ".join(f"{log['name']} {format_number(log['value'])}" for log in row["extra_logs"])
     named = {
         "error": row["error"],

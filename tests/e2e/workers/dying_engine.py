@@ -20,7 +20,7 @@ from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
 from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.backends.weight_sync.sender import WeightSender
-from openrlhf.backends.weight_sync.stored_weights import probe_of
+from openrlhf.backends.weight_sync.stored_weights import build_probe
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.launch import start_ray
 
@@ -75,7 +75,7 @@ def main(spec: dict) -> None:
         told = str(error)
     seconds = time.monotonic() - started
     survivor = engines[1 - spec["dies"]]
-    probe = probe_of(AutoTokenizer.from_pretrained(spec["model"]), 128)
+    probe = build_probe(AutoTokenizer.from_pretrained(spec["model"]), 128)
     log_probs = ray.get(survivor.probe.remote(probe)).log_probs
     found = {
         "told": told,

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.weight_sync.sender import WeightSender
-from openrlhf.backends.weight_sync.stored_weights import probe_of
+from openrlhf.backends.weight_sync.stored_weights import build_probe
 
 
 async def main(spec: dict) -> None:
@@ -27,7 +27,7 @@ async def main(spec: dict) -> None:
     client = Client(engine)
     meeting = {"backend": "gloo", "address": "127.0.0.1", "port": free_port(), "rank": 0}
     sender = await asyncio.to_thread(WeightSender, trainer, client, bucket_bytes=1 << 14, **meeting)
-    probe = probe_of(AutoTokenizer.from_pretrained(spec["model"]), 128)
+    probe = build_probe(AutoTokenizer.from_pretrained(spec["model"]), 128)
     found: dict = {"differences": [], "workers": len(await engine.loaded_checksums())}
     for version in (1, 2):
         await asyncio.to_thread(sender.send, version)  # compares the checksum of every worker

@@ -23,11 +23,11 @@ from openrlhf.backends.weight_sync.stored_weights import (
     EngineProbe,
     Limit,
     WeightFingerprint,
+    build_probe,
     check_stored,
     differing_weights,
+    explain_difference,
     fingerprints,
-    probe_of,
-    reason_of,
 )
 from openrlhf.types import PackedRow, Sample
 
@@ -73,7 +73,7 @@ class InProcess:
         (stored,) = self.llm.collective_rpc("layer_fingerprints", args=(lengths,))
         found = {name: WeightFingerprint(*numbers) for name, numbers in stored.items()}
         (unwritten,) = self.llm.collective_rpc("unwritten_parameters")
-        return reason_of(unwritten, differing_weights(sent, found, limit.relative), len(found))
+        return explain_difference(unwritten, differing_weights(sent, found, limit.relative), len(found))
 
 
 def fault(name: str, model_class: type | None):
@@ -93,7 +93,7 @@ def fault(name: str, model_class: type | None):
 
 def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
     """Returns why the check refuses the engine, or "" where it does not."""
-    probe = probe_of(AutoTokenizer.from_pretrained(trainer.policy.model.name_or_path), 128)
+    probe = build_probe(AutoTokenizer.from_pretrained(trainer.policy.model.name_or_path), 128)
     ids = torch.tensor(probe)
     row = PackedRow.of([Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0)])
     with torch.no_grad():

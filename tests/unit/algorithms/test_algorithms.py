@@ -13,7 +13,7 @@ from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.commands import PPO
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import flag_values
 from openrlhf.config.parse import parse
 from openrlhf.training.objectives.policy import PolicyObjective
 
@@ -40,7 +40,7 @@ def test_its_flags_are_accepted_without_a_remark(algorithm, capsys):
 @each
 def test_its_flags_select_its_choices(algorithm):
     config = parse(PPO, [*REST.split(), *algorithm.flags]).config
-    values = values_of(config)
+    values = flag_values(config)
     assert {key: values[key] for key in algorithm.settings} == algorithm.settings
     objective = PolicyObjective.from_config(config, kl_coef=config.algo.kl.init_coef)
     mean = objective.aggregation or POLICY_LOSSES[objective.loss_type].aggregation()

@@ -18,10 +18,10 @@ from openrlhf.algorithms.log_ratio import LOG_RATIOS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.reductions import AGGREGATIONS
-from openrlhf.config.fields import convert, fields_of
+from openrlhf.config.fields import convert, list_flags
 from openrlhf.config.ppo import PPOConfig
 
-HELP = {key: field.help for key, field in fields_of(PPOConfig).items()}
+HELP = {key: field.help for key, field in list_flags(PPOConfig).items()}
 
 
 @settings(deadline=None, max_examples=50)
@@ -101,7 +101,7 @@ def test_flags_say_what_each_choice_stands_for():
         assert f"{name}: {aggregation.summary}" in HELP["actor.loss_aggregation"]
     for name, estimator in ESTIMATORS.items():
         assert f"{name}: {estimator.summary.removesuffix('.')}." in HELP["algo.advantage.estimator"]
-    field = fields_of(PPOConfig)["actor.loss_aggregation"]
+    field = list_flags(PPOConfig)["actor.loss_aggregation"]
     assert field.values == "{token_mean,sample_mean,prompt_mean,constant_length} | None"
     assert convert(["None"], field.type) is None
     with pytest.raises(ValueError, match="token_mean"):

@@ -16,7 +16,7 @@ from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import (
     VLLMEngine,
     _lora_arguments,
-    _speculation_of,
+    _speculation_options,
     engine_environment,
     refusals,
 )
@@ -337,10 +337,10 @@ def test_adapters_are_merged_unless_they_are_to_stay_apart(tmp_path):
 def test_a_draft_model_is_loaded_even_while_the_policy_has_no_weights():
     config = PPOConfig(vllm=VllmConfig(speculative="ngram:3"))
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    assert _speculation_of(engine_options(config, on_gpu=False, from_files=True)) == ngram
-    without = _speculation_of(engine_options(config, on_gpu=False))
+    assert _speculation_options(engine_options(config, on_gpu=False, from_files=True)) == ngram
+    without = _speculation_options(engine_options(config, on_gpu=False))
     assert without == ngram | {"draft_load_config": {"load_format": "auto"}}
-    assert _speculation_of(engine_options(PPOConfig(), on_gpu=False)) is None
+    assert _speculation_options(engine_options(PPOConfig(), on_gpu=False)) is None
 
 
 def test_what_vllm_refuses_names_the_flag():

@@ -14,14 +14,14 @@ from openrlhf.backends.weight_sync.stored_weights import (
     EngineProbe,
     Limit,
     WeightFingerprint,
+    build_probe,
+    build_run_probe,
     check_adapter,
     check_stored,
     differing_weights,
+    explain_difference,
     fingerprints,
     make_probe,
-    probe_of,
-    probe_of_run,
-    reason_of,
 )
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import ActorConfig, PPOConfig, PromptDataConfig
@@ -102,13 +102,13 @@ def test_a_model_that_tells_no_tokens_apart():
 
 def test_the_probe_is_made_of_ordinary_tokens():
     tokenizer = tiny_tokenizer()
-    probe = probe_of(tokenizer, 128)
+    probe = build_probe(tokenizer, 128)
     assert len(probe) == 128
     assert not set(probe) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     assert len(set(probe)) > 80
-    assert probe_of(tokenizer, 128) == probe
+    assert build_probe(tokenizer, 128) == probe
     tokenizer.bos_token = "<|endoftext|>"
-    assert probe_of(tokenizer, 5) == [tokenizer.bos_token_id, *probe[:4]]
+    assert build_probe(tokenizer, 5) == [tokenizer.bos_token_id, *probe[:4]]
     assert make_probe(tokenizer, None, 9).token_ids == make_probe(tokenizer, None, 9).asked
     assert len(make_probe(tokenizer, None, 9).asked) == 9
 
@@ -117,7 +117,7 @@ def test_the_probe_of_a_run_leaves_room_for_a_token(tmp_path):
     config = PPOConfig(
         actor=ActorConfig(model_name_or_path=str(tiny_chat_model(tmp_path))), data=PromptDataConfig(max_len=9)
     )
-    assert probe_of_run(config) == make_probe(tiny_tokenizer(), None, 8)
+    assert build_run_probe(config) == make_probe(tiny_tokenizer(), None, 8)
 
 
 def test_the_probe_of_a_policy_with_pictures_begins_with_one(tmp_path):
@@ -129,7 +129,7 @@ def test_the_probe_of_a_policy_with_pictures_begins_with_one(tmp_path):
     text = probe.token_ids[num_patches:]
     assert num_patches > 1 and len(probe.token_ids) == 40 and len(probe.images) == 1
     assert probe.token_ids[:num_patches] == [reader.patch_id] * num_patches
-    assert probe.asked == [reader.patch_id, *text] and text == probe_of(tokenizer, len(text))
+    assert probe.asked == [reader.patch_id, *text] and text == build_probe(tokenizer, len(text))
 
 
 def test_the_probe_of_a_run_with_pictures_has_its_readers_picture(tmp_path):
@@ -140,7 +140,9 @@ def test_the_probe_of_a_run_with_pictures_has_its_readers_picture(tmp_path):
     )
     reader = image_reader(folder)
     expected = make_probe(reader.processor.tokenizer, reader, 40)
-    assert probe_of_run(config).token_ids == expected.token_ids and len(probe_of_run(config).images) == 1
+    assert (
+        build_run_probe(config).token_ids == expected.token_ids and len(build_run_probe(config).images) == 1
+    )
 
 
 def test_an_adapter_that_moves_nothing_proves_nothing():
@@ -189,11 +191,11 @@ def test_an_answer_is_compared_with_the_log_probs_of_its_version(monkeypatch: py
 
 
 def test_reasons_name_the_tensors():
-    assert "a, b, c and 2 more:" in reason_of(["a", "b", "c", "d", "e"], [], 0)
-    assert "a, b, c and 1 more:" in reason_of(["a", "b", "c", "d"], [], 0)
-    assert "write a, b, c:" in reason_of(["a", "b", "c"], [], 0)
-    assert "Of 3 weights" in reason_of([], ["up"], 3) and " up:" in reason_of([], ["up"], 3)
-    assert "(3 weights" in reason_of([], [], 3)
+    assert "a, b, c and 2 more:" in explain_difference(["a", "b", "c", "d", "e"], [], 0)
+    assert "a, b, c and 1 more:" in explain_difference(["a", "b", "c", "d"], [], 0)
+    assert "write a, b, c:" in explain_difference(["a", "b", "c"], [], 0)
+    assert "Of 3 weights" in explain_difference([], ["up"], 3) and " up:" in explain_difference([], ["up"], 3)
+    assert "(3 weights" in explain_difference([], [], 3)
 
 
 @pytest.mark.parametrize(

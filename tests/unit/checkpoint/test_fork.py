@@ -16,7 +16,7 @@ from test_checkpoints import save
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint
-from openrlhf.checkpoint.start import DAY, check_places, day_of
+from openrlhf.checkpoint.start import DAY, check_places, find_start_day
 from openrlhf.config.checks import outputs
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.fields import with_values
@@ -253,7 +253,7 @@ def test_a_setting_that_an_earlier_version_did_not_record_is_told(
 def test_templates_write_the_date_of_the_run_that_is_forked(tmp_path: Path) -> None:
     save(checkpoints(config(tmp_path / "other"), {DAY: "2020-02-20"}), "global_step2")
     new = config(tmp_path / "new", ckpt__fork_from=f"{tmp_path}/other/checkpoints/global_step2")
-    assert str(day_of(new)) == "2020-02-20"
+    assert str(find_start_day(new)) == "2020-02-20"
 
 
 @pytest.mark.parametrize(("data", "first"), [("10 samples", 4), ("10 other samples", 0)])

@@ -22,12 +22,12 @@ from openrlhf.checkpoint.zero import (
     Checkpoint,
     Piece,
     SavedStates,
-    _groups_of,
+    _list_groups,
     _load_optimizer,
     _states_of_stage_0,
     check_same_model,
+    find_slice,
     names_in_order,
-    slice_of,
     stepped_tensors,
 )
 from openrlhf.errors import ErrorCode
@@ -39,7 +39,7 @@ SIZES = (1, 2, 3, 5, 8)
 @pytest.mark.parametrize("numel", [1, 2, 7, 8, 40])
 def test_slices_are_equal_parts_of_the_whole(numel: int) -> None:
     for size in SIZES:
-        parts = [slice_of(numel, rank, size) for rank in range(size)]
+        parts = [find_slice(numel, rank, size) for rank in range(size)]
         assert [i for part in parts for i in part] == list(range(numel))
         assert {len(part) for part in parts if part.stop < numel} <= {len(parts[0])}
 
@@ -152,7 +152,7 @@ def test_groups_of_parameters_without_shards() -> None:
     plain = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1)
     for optimizer, stepped_on in ((half, masters), (plain, params)):
         engine = SimpleNamespace(optimizer=optimizer, param_names=names)
-        groups = list(_groups_of(engine))
+        groups = list(_list_groups(engine))
         assert [(g.names, g.pieces) for g in groups] == [
             ([name], [Piece(name, 0, size, 0)]) for name, size in (("a", 1), ("b", 2), ("c", 3))
         ]
@@ -178,7 +178,7 @@ def test_groups_of_parameters_that_all_ranks_share(threads: Callable) -> None:
             dp_process_group=dist.group.WORLD,
         )
         engine = SimpleNamespace(optimizer=optimizer, param_names=dict(zip(params, "abc", strict=True)))
-        return dist.get_rank(), names_in_order(engine), [group.pieces for group in _groups_of(engine)]
+        return dist.get_rank(), names_in_order(engine), [group.pieces for group in _list_groups(engine)]
 
     expected = {
         0: [[Piece("a", 0, 2, 0), Piece("b", 0, 3, 2)], [Piece("c", 0, 1, 0)]],
@@ -202,6 +202,6 @@ def test_the_loss_scale_of_stage_0_goes_on() -> None:
     saved = _states_of_stage_0(["w"], {"optimizer": whole, "module": {"w": torch.ones(2)}})
     engine = SimpleNamespace(optimizer=optimizer, param_names={param: "w"})
     with torch.no_grad():
-        _load_optimizer(optimizer, list(_groups_of(engine)), saved)
+        _load_optimizer(optimizer, list(_list_groups(engine)), saved)
     assert vars(optimizer.loss_scale_config) == {**scale, "scale_window": 9}
     assert master.tolist() == param.tolist() == [1, 1]

@@ -11,12 +11,12 @@ from openrlhf.checkpoint.fork import ORDER, SHAPES
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.config.command import SECRETS
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.fields import change_of, fields_of, values_of, with_values
+from openrlhf.config.fields import find_change, flag_values, list_flags, with_values
 from openrlhf.config.resume import Change
 from openrlhf.config.supervised import SFTConfig
 
-TYPES = {c.name: c.config_type for c in COMMANDS if "ckpt.load_enable" in fields_of(c.config_type)}
-FLAGS = [(name, key) for name, type_ in TYPES.items() for key in fields_of(type_) if key not in SECRETS]
+TYPES = {c.name: c.config_type for c in COMMANDS if "ckpt.load_enable" in list_flags(c.config_type)}
+FLAGS = [(name, key) for name, type_ in TYPES.items() for key in list_flags(type_) if key not in SECRETS]
 
 
 def build_run_fingerprint(command: str, contents: dict[str, str] | None = None, **flags) -> RunFingerprint:
@@ -30,8 +30,8 @@ def test_the_commands():
 
 @pytest.mark.parametrize("command", TYPES)
 def test_a_flag_has_a_remark_if_it_may_change_with_one(command):
-    for key in fields_of(TYPES[command]):
-        mark = change_of(TYPES[command], key)
+    for key in list_flags(TYPES[command]):
+        mark = find_change(TYPES[command], key)
         assert bool(mark.remark) == (mark.change is Change.REMARKED), key
 
 
@@ -56,7 +56,7 @@ def test_forks_name_flags_that_exist():
     ],
 )
 def test_a_flag_has_its_class_of_change(command, key, expected):
-    assert change_of(TYPES[command], key).change is expected
+    assert find_change(TYPES[command], key).change is expected
 
 
 @pytest.mark.parametrize("command", TYPES)
@@ -74,7 +74,7 @@ def test_another_value_of_each_flag(command):
         found = [changes("\n".join(texts)) for texts in compare(before, now)]
         assert all(change.before == "another" for of_kind in found for change in of_kind)
         names = tuple([change.name for change in of_kind] for of_kind in found)
-        assert names == by_class[change_of(TYPES[command], key).change], key
+        assert names == by_class[find_change(TYPES[command], key).change], key
 
 
 def test_what_a_flag_names_is_compared_where_it_is_known():
@@ -117,7 +117,7 @@ def test_no_secret_is_kept():
     values = {"logger.wandb.key": "MARKER", "eval.dataset": "https://me:MARKER@host/x"}
     origin = RunFingerprint.of("sft", with_values(SFTConfig(), values), {})
     assert "MARKER" not in json.dumps(origin.as_dict())
-    assert origin.flags.keys() == values_of(SFTConfig()).keys() - {"logger.wandb.key", "api_key"}
+    assert origin.flags.keys() == flag_values(SFTConfig()).keys() - {"logger.wandb.key", "api_key"}
 
 
 def test_a_changed_reward_or_agent_is_remarked_upon():

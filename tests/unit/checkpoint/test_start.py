@@ -25,7 +25,7 @@ from openrlhf.checkpoint.start import (
     check_places,
     choose_checkpoint,
     continuing,
-    day_of,
+    find_start_day,
     move_old_checkpoints,
 )
 from openrlhf.config.command import Command
@@ -266,7 +266,7 @@ def test_a_resumed_run_writes_the_date_of_its_start(
     root = tmp_path / "ckpt"
     config = replace(config, ckpt=replace(config.ckpt, path=str(root), load_enable=True))
     monkeypatch.setattr(Calendar, "today", date(2100, 1, 1))
-    assert day_of(config) == date(2100, 1, 1)
+    assert find_start_day(config) == date(2100, 1, 1)
     recorded = build_run_fingerprint(config, SimpleNamespace(name="sft"), {}, {}).as_dict()
     monkeypatch.setattr(Calendar, "today", date(2100, 1, 2))
     other = recorded | {"contents": {DAY: "1999-01-01"}}
@@ -276,8 +276,8 @@ def test_a_resumed_run_writes_the_date_of_its_start(
         folder = root / model / name
         folder.mkdir(parents=True)
         (folder / "origin.json").write_text(origin if isinstance(origin, str) else json.dumps(origin))
-    assert day_of(config) == date(2100, 1, 1)
-    assert day_of(replace(config, ckpt=replace(config.ckpt, load_enable=False))) == date(2100, 1, 2)
+    assert find_start_day(config) == date(2100, 1, 1)
+    assert find_start_day(replace(config, ckpt=replace(config.ckpt, load_enable=False))) == date(2100, 1, 2)
 
 
 @pytest.mark.parametrize(("command", "folder"), [(SFT, "ckpt"), (PPO, "ckpt/_actor")])

@@ -9,7 +9,7 @@ import pytest
 from openrlhf.cli import completion, main
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO, SFT
-from openrlhf.config.fields import fields_of
+from openrlhf.config.fields import list_flags
 
 ZSH = """
 compdef() { }
@@ -81,7 +81,7 @@ def test_commands(complete: Callable[..., list[str]]) -> None:
 @pytest.mark.parametrize("command", [SFT, PPO], ids=lambda command: command.name)
 def test_all_flags_of_a_configuration(complete: Callable[..., list[str]], command: Command) -> None:
     found = set(complete("openrlhf", command.name, "--max", "1", "--"))
-    assert {f"--{key}" for key in fields_of(command.config_type)} < found
+    assert {f"--{key}" for key in list_flags(command.config_type)} < found
     assert ("--print_plan" in found) == command.has_plan
     assert complete("openrlhf", command.name, "--train.bat") == ["--train.batch_size"]
 

@@ -23,8 +23,8 @@ from openrlhf.cluster.layout import (
     Device,
     Layout,
     RoleLayout,
+    compute_layout,
     described,
-    layout_of,
     resource_problems,
 )
 from openrlhf.config.commands import PPO
@@ -95,9 +95,9 @@ def test_a_run_that_fits_has_a_place_for_everything_and_one_that_does_not_is_tol
 ) -> None:
     if resource_problems(config, nodes):
         with refused(ErrorCode.RESOURCES):
-            layout_of(config, nodes)
+            compute_layout(config, nodes)
         return
-    layout = layout_of(config, nodes)
+    layout = compute_layout(config, nodes)
     assert layout.roles.keys() == {*config.placements, ENGINES}
     every_rank_has_a_device_of_the_cluster(layout)
     nothing_is_promised_twice(layout)
@@ -130,7 +130,7 @@ def nothing_is_promised_twice(layout: Layout) -> None:
 def test_each_role_has_bundles_of_its_own_that_hold_its_ranks(config: PPOConfig, nodes: list) -> None:
     if resource_problems(config, nodes):
         return
-    layout = layout_of(config, nodes)
+    layout = compute_layout(config, nodes)
     asked = []
     for role, place in layout.roles.items():
         if place.colocated_with is None:
@@ -148,7 +148,7 @@ def test_the_actor_has_a_node_of_its_own_where_there_is_room() -> None:
         vllm=VllmConfig(num_engines=1, tensor_parallel_size=2),
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
     )
-    layout = layout_of(config, described([4, 4]))
+    layout = compute_layout(config, described([4, 4]))
     assert layout.roles[ENGINES].devices == (Device(0, 0), Device(0, 1))
     assert layout.roles["ref"].devices == (Device(0, 2), Device(0, 3))
     assert layout.roles["actor"] == RoleLayout(
@@ -183,7 +183,7 @@ def test_the_stages_of_an_engine_are_on_one_node() -> None:
         vllm=vllm,
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=0)),
     )
-    layout = layout_of(config, described([6, 6]))
+    layout = compute_layout(config, described([6, 6]))
     assert layout.roles[ENGINES].tensor_groups == [tuple(Device(n, gpu) for gpu in range(4)) for n in (0, 1)]
     (problem,) = resource_problems(config, described([7, 3, 2]))
     assert problem.flag == "--vllm.tensor_parallel_size x --vllm.pipeline_parallel_size"
@@ -200,7 +200,7 @@ WITHOUT_GPUS = PPOConfig(
 
 def test_without_gpus_ranks_and_engines_are_spread_over_the_nodes_with_cores() -> None:
     """The head of a cluster may have no cores. An engine is on one node."""
-    layout = layout_of(WITHOUT_GPUS, [{"CPU": 0}, {"CPU": 4}, {"CPU": 4}])
+    layout = compute_layout(WITHOUT_GPUS, [{"CPU": 0}, {"CPU": 4}, {"CPU": 4}])
     assert not layout.on_gpu and layout.bundles == ()
     nodes = {role: [device.node for device in place.devices] for role, place in layout.roles.items()}
     assert nodes == {"actor": [1, 1, 2, 2], "ref": [1], ENGINES: [1, 1, 1, 1, 2, 2]}
@@ -208,7 +208,7 @@ def test_without_gpus_ranks_and_engines_are_spread_over_the_nodes_with_cores() -
 
 
 def test_of_one_machine_without_gpus_everything_is_there() -> None:
-    layout = layout_of(WITHOUT_GPUS, [{"CPU": 6}])
+    layout = compute_layout(WITHOUT_GPUS, [{"CPU": 6}])
     assert {device.node for place in layout.roles.values() for device in place.devices} == {0}
 
 

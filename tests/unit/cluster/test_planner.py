@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 from test_layout import printed
 from transformers import LlamaConfig
 
-from openrlhf.cluster.layout import ENGINES, Layout, Nodes, described, layout_of, resource_problems, total
+from openrlhf.cluster.layout import (
+    ENGINES,
+    Layout,
+    Nodes,
+    compute_layout,
+    described,
+    resource_problems,
+    total,
+)
 from openrlhf.cluster.planner import least_tensor_parallel_size, suitable_flags
 from openrlhf.config.command import Source
-from openrlhf.config.fields import change_of, with_values
+from openrlhf.config.fields import find_change, with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.resume import Change
 from openrlhf.errors import ErrorCode
@@ -80,7 +88,7 @@ def test_on_any_cluster_everything_has_its_place(config: PPOConfig, gpus: list[i
     ):
         return
     chosen = planned(config, nodes)
-    layout = layout_of(chosen, nodes)  # it fits
+    layout = compute_layout(chosen, nodes)  # it fits
     assert layout.roles.keys() == {*config.placements, ENGINES}
     for role, place in layout.roles.items():
         assert len(place.devices) == place.mesh.size > 0, role
@@ -171,7 +179,7 @@ def test_engines_are_as_large_as_their_weights() -> None:
     assert [least_tensor_parallel_size(n, 80) for n in (1, 40, 41, 80, 81, 400)] == [1, 1, 2, 2, 4, 16]
     chosen = suitable_flags(PPOConfig(placement="auto"), (), described([8]), 4)
     assert chosen["vllm.tensor_parallel_size"] == 4
-    assert layout_of(with_values(PPOConfig(), chosen), described([8])).roles[ENGINES].mesh.data == 2
+    assert compute_layout(with_values(PPOConfig(), chosen), described([8])).roles[ENGINES].mesh.data == 2
 
 
 def test_placement_learns_nothing() -> None:
@@ -179,8 +187,8 @@ def test_placement_learns_nothing() -> None:
     for gpus, is_async in [([0], False), ([1], False), ([4], True), ([8, 8], False)]:
         config = with_values(PPOConfig(placement="auto"), {"train.async_enable": is_async})
         for key in suitable_flags(config, (), described(gpus), 2):
-            assert change_of(PPOConfig, key).change is Change.FREE, key
-    assert change_of(PPOConfig, "placement").change is Change.FREE
+            assert find_change(PPOConfig, key).change is Change.FREE, key
+    assert find_change(PPOConfig, "placement").change is Change.FREE
 
 
 # ---- on a command line

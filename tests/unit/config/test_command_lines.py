@@ -18,7 +18,7 @@ from openrlhf.config.commands import (
     PPO,
     SFT,
 )
-from openrlhf.config.fields import fields_of, values_of
+from openrlhf.config.fields import flag_values, list_flags
 from openrlhf.config.old_flags import OTHER_NAMES
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
@@ -124,7 +124,7 @@ def test_the_right_name_for_a_typo(command):
     """A letter may be wrong, missing, doubled or swapped, in every flag and every old name of more than three
     letters."""
     rng = random.Random(0)
-    names = {key: {key} for key in fields_of(command.config_type)}
+    names = {key: {key} for key in list_flags(command.config_type)}
     names |= {old: set(flag.to) for old, flag in command.old_flags.items() if flag.to and len(old) > 3}
     missed = []
     for name, right in names.items():
@@ -158,7 +158,7 @@ def test_names_of_other_libraries_are_translated(command, name, meant):
 
 
 def test_every_name_of_another_library_has_a_flag_and_is_none_itself():
-    flags = set().union(*(fields_of(command.config_type) for command in COMMANDS))
+    flags = set().union(*(list_flags(command.config_type) for command in COMMANDS))
     for name, meant in OTHER_NAMES.items():
         assert set(meant.split("|")) <= flags and name not in flags, name
 
@@ -173,7 +173,7 @@ def test_nothing_near_nonsense(capsys):
     st.lists(
         st.one_of(
             st.sampled_from(
-                [f"--{key}" for key in fields_of(PPOConfig)] + [f"--{old}" for old in PPO.old_flags]
+                [f"--{key}" for key in list_flags(PPOConfig)] + [f"--{old}" for old in PPO.old_flags]
             ),
             st.sampled_from(
                 ["true", "-1", "None", "0", "1e99", "nan", "inf", "a,b", "./x", "--config", "--no_x", "--"]
@@ -220,16 +220,16 @@ VARIABLES = [
 @pytest.mark.parametrize(("variable", "key", "wrong"), VARIABLES)
 def test_a_flag_wins_over_a_variable_and_what_wins_is_said(variable, key, wrong, say, monkeypatch, tmp_path):
     (tmp_path / "run.yaml").write_text(f"{key}: 5")
-    asked = lambda line: values_of(say(PPO, f"--train.async_enable {line}")[0])[key]
+    asked = lambda line: flag_values(say(PPO, f"--train.async_enable {line}")[0])[key]
     default = asked("")
     monkeypatch.setenv(variable, "")
     assert asked("") == default
     monkeypatch.setenv(variable, "4")
     config, lines = say(PPO, "--train.async_enable")
-    assert values_of(config)[key] == 4 and f"note: the variable {variable} sets --{key} 4" in lines
+    assert flag_values(config)[key] == 4 and f"note: the variable {variable} sets --{key} 4" in lines
     assert yaml.safe_load(to_yaml(config))[key.partition(".")[0]][key.partition(".")[2]] == 4
     config, lines = say(PPO, f"--train.async_enable --{key} 1")
-    assert values_of(config)[key] == 1
+    assert flag_values(config)[key] == 1
     assert lines == [f"note: --{key} 1 overrides the variable {variable}, 4"]
     assert [asked("--config run.yaml"), asked(f"--{key} 4")] == [5, 4]
     monkeypatch.setenv(variable, wrong)

@@ -22,7 +22,7 @@ from openrlhf.config.commands import (
     SERVE_RM,
     SFT,
 )
-from openrlhf.config.fields import to_words, values_of
+from openrlhf.config.fields import flag_values, to_words
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig, is_due
@@ -891,7 +891,7 @@ REMARKS = [
 def test_a_text_is_one_prompt_in_every_command():
     """A text that SFT learned to answer is the text that RL and inference ask, also if nobody names a
     template."""
-    templates = {c.name: values_of(c.config_type()).get("data.input_template") for c in COMMANDS}
+    templates = {c.name: flag_values(c.config_type()).get("data.input_template") for c in COMMANDS}
     assert set(templates.values()) == {None}
 
 

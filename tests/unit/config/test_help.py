@@ -14,7 +14,7 @@ from openrlhf.config.commands import (
     PPO,
     SFT,
 )
-from openrlhf.config.fields import fields_of
+from openrlhf.config.fields import list_flags
 from openrlhf.config.parse import parse
 from openrlhf.config.reference import page
 from openrlhf.errors import ErrorCode
@@ -102,7 +102,7 @@ def shown(command, argv, capsys):
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_help_explains_every_flag(command, capsys):
     text = shown(command, ["--help"], capsys)
-    for key, field in fields_of(command.config_type).items():
+    for key, field in list_flags(command.config_type).items():
         assert f"  --{key}" in text
         assert field.help.endswith((".", ")")), f"--{key} has no docstring"
     assert max(map(len, text.splitlines())) <= 160
@@ -129,6 +129,6 @@ def test_help_shows_the_values_in_force(tmp_path, capsys):
 def test_the_reference_names_every_flag():
     text = page(*COMMANDS)
     for command in COMMANDS:
-        for name in [*fields_of(command.config_type), *command.old_flags]:
+        for name in [*list_flags(command.config_type), *command.old_flags]:
             assert f"`--{name}`" in text
     assert run("-m", "openrlhf.config.reference").stdout.startswith(text.partition("\n\n## ")[0])

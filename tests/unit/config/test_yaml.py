@@ -12,7 +12,7 @@ from openrlhf.config.commands import (
     PPO,
     SFT,
 )
-from openrlhf.config.fields import fields_of, values_of
+from openrlhf.config.fields import flag_values, list_flags
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.ppo import PPOConfig, PromptDataConfig
 
@@ -113,8 +113,8 @@ def test_print_config_round_trips(command, say, tmp_path, capsys):
     """Every flag with a value other than its default is printed and read again."""
     config = command.config_type()
     argv = []
-    for key, field in fields_of(command.config_type).items():
-        argv += [f"--{key}", *another_value(field, values_of(config)[key])]
+    for key, field in list_flags(command.config_type).items():
+        argv += [f"--{key}", *another_value(field, flag_values(config)[key])]
     none = lambda config, explicit: []
     bare = dataclasses.replace(command, problems=none, placed=none)
 
@@ -130,8 +130,11 @@ def test_print_config_round_trips(command, say, tmp_path, capsys):
     assert to_yaml(parse(bare, argv).config) == text
     name, *flags = shlex.split(printed(*argv, what="--print_command").replace("\\\n", ""))[1:]
     assert name == command.name and to_yaml(parse(bare, flags).config) == text
-    again, first = values_of(parse(bare, ["--config", str(tmp_path / "out.yaml")]).config), values_of(config)
-    for key in fields_of(command.config_type):
+    again, first = (
+        flag_values(parse(bare, ["--config", str(tmp_path / "out.yaml")]).config),
+        flag_values(config),
+    )
+    for key in list_flags(command.config_type):
         assert again[key] != first[key], key
 
 

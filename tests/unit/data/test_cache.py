@@ -28,7 +28,7 @@ from openrlhf.data.cache import (
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.datasets import build_train_set
-from openrlhf.loop.task import load_tokenizer_of
+from openrlhf.loop.task import load_run_tokenizer
 from openrlhf.models.loading import model_digest, model_fingerprint
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
 from openrlhf.text import Calendar
@@ -374,7 +374,7 @@ def sft_flags(tmp_path_factory):
 
 def train_set(flags):
     task = SFTTask(parse(SFT, flags).config)
-    return build_train_set(task, load_tokenizer_of(task.config))
+    return build_train_set(task, load_run_tokenizer(task.config))
 
 
 def test_a_command_finds_its_data_again(tmp_path, sft_flags, capsys):

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 from refusals import refused
 
-from openrlhf.config.fields import fields_of
+from openrlhf.config.fields import list_flags
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
 from openrlhf.data.files import REMEDY
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
@@ -370,7 +370,7 @@ def test_many_prompts_are_made_of_their_rows_again(tokenizer, monkeypatch, in_me
 
 def test_columns_are_named_by_flags_of_the_command():
     columns = prompt_columns(PPOConfig()) | pretrain_column(PPOConfig())
-    assert columns.keys() < {f"--{key}" for key in fields_of(PPOConfig)}
+    assert columns.keys() < {f"--{key}" for key in list_flags(PPOConfig)}
 
 
 @pytest.mark.parametrize(

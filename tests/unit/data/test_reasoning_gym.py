@@ -16,7 +16,7 @@ from openrlhf.config.reasoning_gym import GYM_VERIFIER, parse_gym
 from openrlhf.data import reasoning_gym
 from openrlhf.data.outline import first_row
 from openrlhf.data.prompts import build_prompts
-from openrlhf.data.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
+from openrlhf.data.reasoning_gym import NOT_REPEATABLE, find_entry, gym_dataset, gym_rows
 from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards.function import RewardFunction, check_reward_file
@@ -38,7 +38,7 @@ def test_rows_are_those_of_the_package():
     assert [row["input"] for row in rows] == [dataset[i]["question"] for i in range(5)]
     assert all(row["label"].startswith(f"{LEGS}#{i}#") for i, row in enumerate(rows))
     assert {row["datasource"] for row in rows} == {"leg_counting"}
-    assert max(entry_of(row["label"])[1]["metadata"]["num_animals"] for row in rows) <= 4
+    assert max(find_entry(row["label"])[1]["metadata"]["num_animals"] for row in rows) <= 4
 
 
 def test_rows_depend_on_the_seed_alone():
@@ -92,7 +92,7 @@ def test_the_verifier_in_a_process_of_its_own():
     async def ask():
         right = [
             function(
-                f"Q: {row['input']}{form.format(entry_of(row['label'])[1]['answer'])}", "Q: ", row["label"]
+                f"Q: {row['input']}{form.format(find_entry(row['label'])[1]['answer'])}", "Q: ", row["label"]
             )
             for row in rows
             for form in forms
@@ -137,7 +137,7 @@ def test_what_the_verifier_raises_is_no_reward():
 def test_a_label_of_another_problem_is_an_error():
     label = next(gym_rows(LEGS, FLAG))["label"]
     with refused(ErrorCode.REWARDS_FAILED):
-        entry_of(label[:-8] + "00000000")
+        find_entry(label[:-8] + "00000000")
 
 
 LABELS = """

@@ -15,7 +15,7 @@ from refusals import refused
 
 from openrlhf.config.checks import split_spec
 from openrlhf.data import outline
-from openrlhf.data.bad_rows import read_each, value_of
+from openrlhf.data.bad_rows import read_each, read_value
 from openrlhf.data.files import REMEDY
 from openrlhf.data.outline import count_rows, first_row
 from openrlhf.data.sources import check_columns, load_rows, rows_digest
@@ -668,7 +668,7 @@ def test_large_and_encoded_texts_are_texts(tmp_path):
 
 def test_a_text_that_no_memory_tokenises_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("openrlhf.data.bad_rows.MAX_TEXT", 10)
-    assert value_of({"input": "x" * 10}, "input", str)
-    assert value_of({"label": "x" * 11}, "label")
+    assert read_value({"input": "x" * 10}, "input", str)
+    assert read_value({"label": "x" * 11}, "label")
     with refused(ErrorCode.INVALID_ROW):
-        value_of({"input": "x" * 11}, "input", str)
+        read_value({"input": "x" * 11}, "input", str)

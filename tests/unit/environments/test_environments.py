@@ -15,7 +15,7 @@ import pytest
 from episodes_of_examples import END, EXAMPLES, play, told, turns
 from refusals import refused
 
-from openrlhf.data.reasoning_gym import entry_of, gym_rows
+from openrlhf.data.reasoning_gym import find_entry, gym_rows
 from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.packages import EXTRAS
 from openrlhf.errors import ErrorCode
@@ -235,7 +235,7 @@ LEGS = "reasoning_gym:chain_sum?size=3&seed=1&max_terms=2&max_digits=1&min_digit
 def problem() -> tuple[str, str, str]:
     """Returns (question, label, answer)."""
     row = next(gym_rows(LEGS, "--data.prompt_dataset"))
-    return row["input"], row["label"], entry_of(row["label"])[1]["answer"]
+    return row["input"], row["label"], find_entry(row["label"])[1]["answer"]
 
 
 def test_reasoning_gym_over_several_turns() -> None:
@@ -248,7 +248,7 @@ def test_reasoning_gym_over_several_turns() -> None:
     ]
     assert (t.reward, t.turn_rewards.tolist(), t.truncated) == (1, [0, 1], False)
     (t,) = play(executor, question, label, "99")
-    dataset, entry = entry_of(label)
+    dataset, entry = find_entry(label)
     wrong = dataset.score_answer("99", entry)  # a little more than 0: a number, but not the right one
     assert (t.reward, t.extra_logs["turns"]) == (pytest.approx(wrong), 3)
 

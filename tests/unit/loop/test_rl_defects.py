@@ -42,7 +42,7 @@ from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint
 from openrlhf.cluster import actors, pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
-from openrlhf.cluster.layout import ENGINES, layout_of
+from openrlhf.cluster.layout import ENGINES, compute_layout
 from openrlhf.cluster.placement import Bundles, place
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RankGroup
 from openrlhf.config import choices
@@ -743,7 +743,7 @@ def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     kl = KLConfig(init_coef=0.0, use_loss=True, estimator="k3")
     with_kl = replace(kl, init_coef=0.01)
     configs = [config_of(kl=one) for one in (kl, with_kl)]
-    placed = [set(place(config, layout_of(config, [{"CPU": 64}]))) for config in configs]
+    placed = [set(place(config, compute_layout(config, [{"CPU": 64}]))) for config in configs]
     assert placed == [{"actor", ENGINES}, {"actor", "ref", ENGINES}]
     run = Run(config_of(kl=kl, estimator="group_norm"), 2, lambda episode, prompt: (0.0, 1.0))
     run.trainer.fit()

@@ -17,7 +17,7 @@ from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator, nf4_of
+from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator, round_to_nf4
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.serve.serve_rm import load
@@ -149,10 +149,10 @@ def test_our_own_nf4() -> None:
     """Two blocks with other scales, and one that is not full."""
     weight = torch.tensor([*CODE, *(3 * value for value in CODE), 0.5, -0.1])
     assert torch.allclose(
-        nf4_of(weight, 16), torch.tensor([*CODE, *(3 * v for v in CODE), 0.5, -0.5 * 0.18477343])
+        round_to_nf4(weight, 16), torch.tensor([*CODE, *(3 * v for v in CODE), 0.5, -0.5 * 0.18477343])
     )
     middle = torch.tensor([1.0, 0.5, 0.51])  # 0.5 is nearer to 0.4407, and 0.51 to 0.5626
-    assert nf4_of(middle, 64).tolist() == pytest.approx([1.0, CODE[12], CODE[13]])
+    assert round_to_nf4(middle, 64).tolist() == pytest.approx([1.0, CODE[12], CODE[13]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

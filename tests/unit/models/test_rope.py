@@ -15,7 +15,7 @@ from torch import Tensor
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.dropout import enable_checkpointing
-from openrlhf.models.loading import load_causal_lm, max_length_of
+from openrlhf.models.loading import find_max_length, load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.sequence_parallel import SequenceParallel
@@ -240,4 +240,4 @@ def yarn(factor: float) -> dict:
     ],
 )
 def test_how_long_a_sequence_a_model_reads(config: hf.PreTrainedConfig, room: int | None) -> None:
-    assert max_length_of(config) == room
+    assert find_max_length(config) == room

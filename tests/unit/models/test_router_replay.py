@@ -29,7 +29,7 @@ from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks
 from openrlhf.completions import SamplingParams
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import backbone_of, get_row_layout
+from openrlhf.models.backbone import get_backbone, get_row_layout
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import ROUTER, Replay, check_replay
@@ -135,7 +135,7 @@ def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
     replay = not_none(get_row_layout(policy.model).replay)
     chosen = torch.full((len(row.token_ids), *replay.shape), OWN, dtype=torch.uint8)
     hooks = []
-    layers: Any = backbone_of(policy.model).layers
+    layers: Any = get_backbone(policy.model).layers
     for index, layer in enumerate(layers):
         for router in (m for m in layer.modules() if ROUTER.search(type(m).__name__)):
 

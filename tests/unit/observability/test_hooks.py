@@ -17,7 +17,7 @@ from openrlhf.config.supervised import TrainConfig as SupervisedTrainConfig
 from openrlhf.errors import ErrorCode, RunError, notify_once
 from openrlhf.observability.hooks import load
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
-from openrlhf.observability.hooks.load import attached, check_hooks, hooks_of
+from openrlhf.observability.hooks.load import attached, build_hooks, check_hooks
 from openrlhf.tools.selftest import verify
 from openrlhf.types import not_none
 
@@ -147,7 +147,7 @@ def test_an_event_finds_what_the_step_has_computed(tmp_path: Path) -> None:
 
 def test_a_metric_of_a_hook_is_one_of_the_run(tmp_path: Path) -> None:
     """In the example two samples of a prompt have the rewards 0 and 1, or both 1."""
-    (solved,) = hooks_of([f"{EXAMPLE}:SolvedGroups"])
+    (solved,) = build_hooks([f"{EXAMPLE}:SolvedGroups"])
     config = replace(config_of(tmp_path), eval=replace(config_of(tmp_path).eval, steps=-1))
     reward = lambda prompt, i: float(i or prompt.prompt_id % 2)
     trainer = trainer_of(tmp_path, config, total_steps=4, hooks=[solved], reward=reward)
@@ -196,7 +196,7 @@ def test_a_hook_that_cannot_be_built_is_told(tmp_path: Path) -> None:
     )
     check_hooks([f"{tmp_path}/hook.py:Mine"], 0)
     with refused(ErrorCode.USER_CODE, flag="--train.hooks", value=tmp_path / "hook.py") as error:
-        hooks_of([f"{tmp_path}/hook.py:Mine"])
+        build_hooks([f"{tmp_path}/hook.py:Mine"])
     assert "line 4: OSError: 7" in str(error.value) and "__init__" in str(error.value)
 
 
@@ -258,7 +258,7 @@ def test_what_is_no_hook_is_refused(tmp_path: Path, name: str, code: ErrorCode, 
     )
     name = name.format(folder=tmp_path)
     with refused(code, flag="--train.hooks", value=name) as error:
-        hooks_of([name])
+        build_hooks([name])
     assert text in str(error.value)
 
 

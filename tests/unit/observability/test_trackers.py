@@ -20,7 +20,7 @@ from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers import background
 from openrlhf.observability.trackers.background import Trackers
 from openrlhf.observability.trackers.base import TrackedRun
-from openrlhf.observability.trackers.load import TRACKERS, open_trackers, trackers_of
+from openrlhf.observability.trackers.load import TRACKERS, build_trackers, open_trackers
 from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metrics
 from openrlhf.observability.trackers.tensorboard import TensorBoardTracker
 from openrlhf.observability.trackers.wandb import WandbTracker
@@ -256,7 +256,7 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch, package, logger
     monkeypatch.setitem(sys.modules, package, None)
     name, _, value = flag.partition(" ")
     with refused(ErrorCode.MISSING_PACKAGE, flag=name, value=value) as told:
-        trackers_of(logger)
+        build_trackers(logger)
     assert f"package {package}" in told.value.text and "pip install" in told.value.text
     assert SECRET not in str(told.value)
 
@@ -339,7 +339,7 @@ def observe(folder, logger):
 def test_a_tracker_of_a_users(csv_file, tmp_path, name):
     """The tracker comes from a file, from a module, and by the name under which a package registers it."""
     logger = LoggerConfig(trackers=(name,), tracker_options=("delimiter=;", "every=2"))
-    trackers_of(logger)
+    build_trackers(logger)
     observe(tmp_path / "run", logger)
     rows = [line.split(";")[:2] for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
     assert rows == [["2", "1.0"], ["4", "2.0"]]
@@ -371,7 +371,7 @@ OWN = "CsvTracker, Silent, Failing, Needy, Aside"
 )
 def test_a_name_that_is_no_tracker_is_refused(csv_file, name, code, word):
     with refused(code, flag="--logger.trackers", value=name) as told:
-        trackers_of(LoggerConfig(trackers=(name,)))
+        build_trackers(LoggerConfig(trackers=(name,)))
     assert word.format(file=csv_file) in told.value.text
     assert len(str(told.value).splitlines()) <= 3
 
@@ -386,7 +386,7 @@ def test_a_name_that_is_no_tracker_is_refused(csv_file, name, code, word):
 )
 def test_a_wrong_option_is_refused(csv_file, word, code, part):
     with refused(code, flag="--logger.tracker_options", value=word) as told:
-        trackers_of(LoggerConfig(trackers=("csv",), tracker_options=(word,)))
+        build_trackers(LoggerConfig(trackers=("csv",), tracker_options=(word,)))
     assert part in told.value.text
 
 
@@ -399,5 +399,5 @@ def test_a_tracker_that_cannot_be_opened_ends_the_run_before_it_trains(csv_file,
 def test_a_file_that_cannot_be_imported(csv_file):
     csv_file.write_text("x = 1\nraise SystemExit(3)\n")
     with refused(ErrorCode.USER_CODE, flag="--logger.trackers", value="mine.py:Failing") as told:
-        trackers_of(LoggerConfig(trackers=("mine.py:Failing",)))
+        build_trackers(LoggerConfig(trackers=("mine.py:Failing",)))
     assert "line 2: SystemExit: 3" in told.value.text

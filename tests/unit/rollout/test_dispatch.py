@@ -12,7 +12,17 @@ import pytest
 from records import group_of, trajectory
 
 from openrlhf.rollout.dispatch import SAMPLES_IN_FLIGHT, Dispatcher
-from openrlhf.types import Outcome, Prompt, PromptGroup, Purpose, Sampled, Trajectory, Work, no_work, work_of
+from openrlhf.types import (
+    Outcome,
+    Prompt,
+    PromptGroup,
+    Purpose,
+    Sampled,
+    Trajectory,
+    Work,
+    count_work,
+    no_work,
+)
 
 
 def prompts(*ids: int) -> list[Prompt]:
@@ -37,7 +47,7 @@ class FakeEngine:
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
     ) -> Future[Sampled]:
         future: Future[Sampled] = Future()
-        self.work[prompt.prompt_id] = work_of(
+        self.work[prompt.prompt_id] = count_work(
             prompt, purpose, self.num_samples if samples is None else len(samples)
         )
         self.samples.append(samples)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from openrlhf.rollout.dispatch import LENGTH_WINDOW, SAMPLES_IN_FLIGHT, Balance
-from openrlhf.types import Prompt, Work, no_work, work_of
+from openrlhf.types import Prompt, Work, count_work, no_work
 
 SLOTS = 256
 """Samples that an engine decodes at a time, with one token of each in a unit of time."""
@@ -76,7 +76,7 @@ def makespan(groups: Groups, num_engines: int, build: Callable[[int, int], Balan
     while True:
         while waiting and (number := balance.least_busy(left[waiting[0]])) is not None:
             i = waiting.popleft()
-            balance.sent[number] += work_of(groups[i][0], "train", left[i])
+            balance.sent[number] += count_work(groups[i][0], "train", left[i])
             engines[number].take(now, i, groups[i][1])
             had[number] += 1
         busy = [(engine.running[0][0], number) for number, engine in enumerate(engines) if engine.running]
@@ -85,11 +85,11 @@ def makespan(groups: Groups, num_engines: int, build: Callable[[int, int], Balan
         engine = engines[number := min(busy)[1]]
         now, i = engine.finish_one()
         asked, lengths = groups[i]
-        engine.done += work_of(asked, "train", 1)
+        engine.done += count_work(asked, "train", 1)
         left[i] -= 1
         if not left[i]:
             if isinstance(balance, ByGroups):
-                balance.of_group = work_of(asked, "train", len(lengths))
+                balance.of_group = count_work(asked, "train", len(lengths))
             balance.merge_report(number, engine.done)
             balance.update_expected_length("train", len(lengths), sum(lengths))
 
@@ -114,12 +114,12 @@ def test_none_of_hundreds_of_engines_starves() -> None:
 def test_a_prompt_goes_where_fewest_tokens_are_left() -> None:
     balance = Balance(3, longest=100)
     for number, (num_tokens, num_samples) in enumerate([(10, 4), (500, 1), (0, 5)]):
-        balance.sent[number] += work_of(prompt(num_tokens=num_tokens), "train", num_samples)
+        balance.sent[number] += count_work(prompt(num_tokens=num_tokens), "train", num_samples)
     # 4 x (10 + 100), 500 + 100, 5 x 100
     assert balance.least_busy(1) == 0 and balance.least_busy(1, avoided=[0]) == 2
     balance.update_expected_length("train", 2, 20)  # 4 x (10 + 10), 500 + 10, 5 x 10
     assert balance.least_busy(1) == 2
-    balance.merge_report(1, work_of(prompt(num_tokens=500), "train", 1))
+    balance.merge_report(1, count_work(prompt(num_tokens=500), "train", 1))
     assert balance.least_busy(1) == 1
     balance.merge_report(1, no_work())  # a late report
     assert balance.least_busy(1) == 1
@@ -127,8 +127,8 @@ def test_a_prompt_goes_where_fewest_tokens_are_left() -> None:
 
 def test_evaluation_is_expected_to_be_as_long_as_evaluation_was() -> None:
     balance = Balance(2, longest=100)
-    balance.sent[0] += work_of(prompt(), "train", 3)
-    balance.sent[1] += work_of(prompt(), "eval", 4)
+    balance.sent[0] += count_work(prompt(), "train", 3)
+    balance.sent[1] += count_work(prompt(), "eval", 4)
     assert balance.least_busy(1) == 0
     balance.update_expected_length("eval", 4, 4 * 50)
     assert balance.least_busy(1) == 1
@@ -147,12 +147,12 @@ def test_what_is_expected_follows_what_a_policy_writes() -> None:
 
 def test_an_engine_has_room_for_what_it_can_work_on() -> None:
     balance = Balance(2, longest=100)
-    balance.sent[0] += work_of(prompt(), "train", SAMPLES_IN_FLIGHT)
-    balance.sent[1] += work_of(prompt(), "eval", SAMPLES_IN_FLIGHT - 3)
+    balance.sent[0] += count_work(prompt(), "train", SAMPLES_IN_FLIGHT)
+    balance.sent[1] += count_work(prompt(), "eval", SAMPLES_IN_FLIGHT - 3)
     assert balance.least_busy(3) == 1 and balance.least_busy(4) is None
-    balance.merge_report(0, work_of(prompt(), "train", 4))  # a sample of a group that goes on
+    balance.merge_report(0, count_work(prompt(), "train", 4))  # a sample of a group that goes on
     assert balance.least_busy(4) == 0
-    balance.merge_report(0, work_of(prompt(), "train", SAMPLES_IN_FLIGHT))
+    balance.merge_report(0, count_work(prompt(), "train", SAMPLES_IN_FLIGHT))
     assert balance.least_busy(2 * SAMPLES_IN_FLIGHT) == 0  # a larger group only fits alone
 
 

@@ -7,7 +7,7 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.training.evaluate import as_scores, evaluation_metrics, expected_best, ks_of
+from openrlhf.training.evaluate import as_scores, evaluation_metrics, expected_best, list_ks
 from openrlhf.types import Prompt, Trajectory
 
 
@@ -91,7 +91,7 @@ def test_a_figure_for_every_power_of_two_and_for_all_samples():
     ("n", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (9, [1, 2, 4, 8, 9])]
 )
 def test_which_k_are_reported(n, ks):
-    assert ks_of(n) == ks
+    assert list_ks(n) == ks
 
 
 def test_thousands_of_samples_do_not_overflow():

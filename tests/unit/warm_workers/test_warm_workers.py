@@ -24,7 +24,7 @@ from openrlhf.warm_workers.server import (
     BACKENDS,
     WarmServer,
     fork_cores,
-    modules_of,
+    list_modules,
     take_environment,
     worker_command,
 )
@@ -179,7 +179,7 @@ def test_a_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "WarmServer", lambda *about: started.append(about) or "server")
     monkeypatch.delenv("OPENRLHF_WARM_WORKERS", raising=False)
     assert program.start(["torch"], {"A": "1"}) == program.start((), {}) == "server"
-    assert started == [(modules_of(["torch"]), {"A": "1"}), (modules_of(tuple(BACKENDS)), {})]
+    assert started == [(list_modules(["torch"]), {"A": "1"}), (list_modules(tuple(BACKENDS)), {})]
     monkeypatch.setenv("OPENRLHF_WARM_WORKERS", "0")
     assert program.start(["torch"], {}) is None and len(started) == 2
 
@@ -255,7 +255,7 @@ def test_a_workers_runtime_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_imported_in_advance_starts_no_thread_and_no_ray() -> None:
     code = (
         "import sys; from pathlib import Path; from openrlhf.warm_workers.server import preload\n"
-        f"preload({modules_of(tuple(BACKENDS))})\n"
+        f"preload({list_modules(tuple(BACKENDS))})\n"
         "print('ray' in sys.modules, *(p.read_text() for p in Path('/proc/self/task').glob('*/comm')))"
     )
     env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.api import SECRET_FLAGS as SECRETS
-from openrlhf.api import PPOConfig, SupervisedConfig, parse_speculation, to_words, values_of, with_values
+from openrlhf.api import PPOConfig, SupervisedConfig, flag_values, parse_speculation, to_words, with_values
 
 STEPS = 3
 """Number of steps of a rehearsed run."""
@@ -133,7 +133,7 @@ def _supervised(config: SupervisedConfig, scale: Scale, folder: Path) -> dict[st
     train = config.train
     batch = max(scale.data, min(train.batch_size, ITEMS) // scale.data * scale.data)
     return {
-        **_optimizer(values_of(config), ""),
+        **_optimizer(flag_values(config), ""),
         "data.cache_dir": str(folder / "cache"),
         "eval.steps": SAVED if config.eval.dataset else -1,
         "eval.max_samples": min(config.eval.max_samples or EVAL_ROWS, EVAL_ROWS),
@@ -151,7 +151,7 @@ def _micro(micro: int, batch: int) -> int:
 
 
 def _ppo(config: PPOConfig, scale: Scale) -> dict[str, Any]:
-    rollout, train, values = config.rollout, config.train, values_of(config)
+    rollout, train, values = config.rollout, config.train, flag_values(config)
     prompts, samples = min(rollout.batch_size, PROMPTS), min(rollout.n_samples_per_prompt, SAMPLES)
     prompts += prompts * samples % scale.data  # all ranks need the same number of samples
     updates = min(2, config.updates_per_step // train.max_epochs)
@@ -262,7 +262,7 @@ REASONS: Mapping[str, str] = {
 def not_rehearsed(config: Any, small: Any) -> Iterator[str]:
     """Yields the features of the run `config` that the rehearsal `small` does not try."""
     yield from ALWAYS
-    before, after = values_of(config), values_of(small)
+    before, after = flag_values(config), flag_values(small)
     for key, reason in REASONS.items():
         if key in before and before[key] != after[key]:
             shown = "" if key in SECRETS else f" {' '.join(to_words(before[key]))}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import CLASSIFIER_HEAD, Command, Metrics, PPOConfig, describe, to_yaml, values_of
+from openrlhf.api import CLASSIFIER_HEAD, Command, Metrics, PPOConfig, describe, flag_values, to_yaml
 from openrlhf.api import MISMATCH_PROBE as PROBE
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, plan_run
 from openrlhf.tools.plan.hardware import Cluster, cores
@@ -140,11 +140,11 @@ class Rehearsal:
             raise LeftOutError("the run has one rank")
         if _draws_dropout(self.config):
             raise LeftOutError("dropout draws different random numbers on different ranks")
-        models = {key: value for key, value in values_of(self.small).items() if key.endswith(MODEL)}
+        models = {key: value for key, value in flag_values(self.small).items() if key.endswith(MODEL)}
         config = settings.rehearsed(self.config, settings.ONE_RANK, self.folder, models)
         kept = ("data.", "train.batch_size", "train.micro_batch_size", "rollout.", "eval.")
         config = settings.with_values(
-            config, {key: value for key, value in values_of(self.small).items() if key.startswith(kept)}
+            config, {key: value for key, value in flag_values(self.small).items() if key.startswith(kept)}
         )
         found = self._start("one_rank", config, 1, saves=False).metrics
         steps = self._comparable
@@ -200,7 +200,7 @@ class Rehearsal:
         """Shrinks each model once, and yields (flag, shrunk model)."""
         made: dict[str, str] = {}
         config, scorers = self.config, self.config.reward.models if self.is_rl else ()
-        for key, value in values_of(config).items():
+        for key, value in flag_values(config).items():
             if not key.endswith(MODEL):
                 continue
             used = scorers if key.startswith("reward.") else filter(None, [value])

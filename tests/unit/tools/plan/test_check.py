@@ -10,7 +10,7 @@ import pytest
 import refusals
 from transformers import AutoTokenizer
 
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import flag_values
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import installation
@@ -97,7 +97,7 @@ def test_each_check_is_asked_about_its_own_flag(words: list[str], monkeypatch: p
     monkeypatch.setattr(run, "ask", lambda flag, check, /, *_, **__: asked.append(flag))
     check._files(run)
     assert asked[:3] == ["--ckpt.output_dir", "--logger.trackers", "--train.hooks"]
-    known = {f"--{key}" for key in values_of(config)}
+    known = {f"--{key}" for key in flag_values(config)}
     assert len(asked) > 5 and set(asked) <= known
 
 

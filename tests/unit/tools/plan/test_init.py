@@ -9,7 +9,7 @@ import pytest
 import refusals
 import yaml
 
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import flag_values
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line.run_files import command_and_flags
@@ -48,7 +48,7 @@ def read(what: str, gpus: int) -> dict:
     """Returns the flags of run.yaml, as the command understands them on so many GPUs."""
     cluster = cluster_of(f"{max(1, gpus // 8)}x{min(gpus, 8)}xH100") if gpus else this_machine()
     command, words = command_and_flags([RECIPES[what].command, "run.yaml"], "openrlhf plan")
-    return values_of(invocation(command, words, cluster).config)
+    return flag_values(invocation(command, words, cluster).config)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 7, 8, 24, 256])

@@ -14,7 +14,7 @@ from kept_memory import TOKENS, kept_bytes
 
 from openrlhf.algorithms.logprobs import logits_bytes
 from openrlhf.config.commands import DPO, PPO, SFT
-from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.fields import flag_values, with_values
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ErrorCode
@@ -345,7 +345,7 @@ def test_a_suggestion_fits(folders: dict[str, str], model: str, cluster: str, mo
     again, fitting = planned([*words, *spelled(found[0]).split()], described)
     assert fitting.fits and fitting.tightest.share <= fitting.tightest.limit
     for key, value in found[0]:
-        fewer = with_values(again, {key: values_of(config)[key]})
+        fewer = with_values(again, {key: flag_values(config)[key]})
         needed = any(problem.fatal for problem in PPO.problems(fewer, {}))
         assert needed or value is False or not plan_run(PPO, fewer, described, Assumed()).fits, key
 

@@ -17,7 +17,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from openrlhf.config.command import Command
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import flag_values
 from openrlhf.config.parse import to_yaml
 from openrlhf.mesh import Mesh
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -112,7 +112,7 @@ def small_run(config: Any, ranks: int) -> Any:
     Path("small").mkdir(exist_ok=True)
     models: dict[str, str | None] = {
         key: "small"
-        for key, value in values_of(config).items()
+        for key, value in flag_values(config).items()
         if key.endswith("model_name_or_path") and value
     }
     small = settings.rehearsed(config, settings.scale_of(config, ranks), Path("tmp"), models)
@@ -129,8 +129,8 @@ def test_nothing_of_the_users_folders_remains(name: str, flags: dict[str, str]) 
     assert "theirs" not in text and "model_name_or_path: model" not in text
     assert small.logger.trackers is None
     again = invocation(command, ["--config", "flags.yaml"], cluster_of("2xH100")).config
-    assert values_of(again) == values_of(small)
-    changed = {key for key, value in values_of(config).items() if values_of(small)[key] != value}
+    assert flag_values(again) == flag_values(small)
+    changed = {key for key, value in flag_values(config).items() if flag_values(small)[key] != value}
     kept = {key for key in flags if key not in changed}
     expected = {
         "ppo": {
@@ -205,7 +205,7 @@ def test_every_model_is_shrunk_once(name: str, tmp_path: Path, monkeypatch: pyte
         command=command, config=config, cluster=NODES, assumed=Assumed(), folder=tmp_path / "r"
     )
     rehearsal.prepare([])
-    values = values_of(rehearsal.small)
+    values = flag_values(rehearsal.small)
     paths = {key: value for key, value in values.items() if key.endswith("model_name_or_path") and value}
     assert {path for value in paths.values() for path in value.split(",")} <= {
         str(tmp_path / "r" / "models" / number) for number in "01"

@@ -142,7 +142,7 @@ def test_scores_of_synthetic_samples_by_hand() -> None:
     ("function", "wrong"),
     [
         ("expected_best", lambda scores, k: scores[0]),
-        ("ks_of", lambda n: [1]),
+        ("list_ks", lambda n: [1]),
         ("fmean", lambda values: next(iter(values))),
     ],
 )

@@ -11,7 +11,7 @@ import transformers as hf
 from refusals import printed, refused
 
 from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
-from openrlhf.config.fields import fields_of, values_of, with_values
+from openrlhf.config.fields import flag_values, list_flags, with_values
 from openrlhf.config.inference import AnswerConfig, BatchInferenceConfig, InferenceDataConfig
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
@@ -75,7 +75,7 @@ CHAT_DEFAULTS = {
 
 @pytest.mark.parametrize(("command", "expected"), [(BATCH_INFERENCE, BATCH_DEFAULTS), (CHAT, CHAT_DEFAULTS)])
 def test_defaults(command, expected):
-    defaults = values_of(command.config_type())
+    defaults = flag_values(command.config_type())
     assert {key: defaults[key] for key in expected} == expected
 
 
@@ -179,7 +179,7 @@ TODAY_CHAT = {
     ],
 )
 def test_commands_of_older_versions_mean_what_they_meant(files, command, old, today, capsys):
-    values = values_of(parse(command, old.split()).config)
+    values = flag_values(parse(command, old.split()).config)
     assert {key: values[key] for key in today} == today
     same = ("output_path", "iter", "local_rank", "post_processor", "ta_prompt")
     renamed = [name for name in re.findall(r"--(\w+)", old) if name not in same]
@@ -188,7 +188,7 @@ def test_commands_of_older_versions_mean_what_they_meant(files, command, old, to
 
 @pytest.mark.parametrize("command", [BATCH_INFERENCE, CHAT])
 def test_every_old_flag_leads_to_a_flag(command):
-    fields = fields_of(command.config_type)
+    fields = list_flags(command.config_type)
     assert all(key in fields for flag in command.old_flags.values() for key in flag.to)
 
 
@@ -351,7 +351,7 @@ def test_help_shows_every_flag_once_with_its_meaning(command, capsys):
     with pytest.raises(SystemExit):
         parse(command, ["--help"])
     text = capsys.readouterr().out
-    for key, field in fields_of(command.config_type).items():
+    for key, field in list_flags(command.config_type).items():
         assert len(re.findall(rf"^  --{re.escape(key)}(?: |$)", text, re.MULTILINE)) == 1
         assert field.help
     assert text.index("\ncommand\n") < text.index("\nmodel:")
@@ -397,7 +397,7 @@ def resolved(folder: Path, settings: dict, line: str) -> dict:
         ]
     config = parse(command, [flag, str(folder), *flags], resolve=resolve).config
     keys = ("data.max_len", "data.prompt_max_len", "rollout.max_new_tokens")
-    return {key: value for key, value in values_of(config).items() if key in keys}
+    return {key: value for key, value in flag_values(config).items() if key in keys}
 
 
 RM, SAMPLE = "batch_inference --task rm", "batch_inference --task generate"
