@@ -221,7 +221,7 @@ async def one_at_a_time(
     class AgentExecutor(OpenAIAgentExecutor):
         async def run_agent(self, prompt: str, label: Any, session: Any) -> float:
             messages = [{"role": "user", "content": QUESTION}]
-            prompt_ids = session.prompt_of(messages)
+            prompt_ids = session.build_prompt(messages)
             params = copy.copy(session.sampling_params)  # they ask for one token
             body = {"model": session.model, "messages": messages, "max_tokens": 1}
             headers = {"Authorization": f"Bearer {session.api_key}"}

@@ -117,7 +117,7 @@ class Nuclei:
     whole nucleus."""
 
     @classmethod
-    def of_all_tokens(cls, num_actions: int) -> Self:
+    def for_all_tokens(cls, num_actions: int) -> Self:
         """Returns the record of actions that were all sampled from the whole vocabulary."""
         return cls(
             ids=np.zeros(0, np.int32),
@@ -399,7 +399,7 @@ def join_nuclei(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:
     vocabulary."""
     if all(part.kept is None for part in parts):
         return None
-    return Nuclei.joined([part.kept or Nuclei.of_all_tokens(part.num_actions) for part in parts])
+    return Nuclei.joined([part.kept or Nuclei.for_all_tokens(part.num_actions) for part in parts])
 
 
 def join_routing(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
@@ -602,7 +602,7 @@ class PackedRow:
         )
 
     @classmethod
-    def of_batch(cls, batch: Batch) -> Self:
+    def from_batch(cls, batch: Batch) -> Self:
         """Converts a batch to a row. Returns a dummy row if the batch is empty."""
         if not len(batch):
             return cls.empty()
@@ -801,7 +801,7 @@ class ExperienceRow(RowWithMore):
     def of(cls, batch: Batch) -> Self:
         """Converts a batch with advantages and returns to a row."""
         return cls(
-            row=PackedRow.of_batch(batch),
+            row=PackedRow.from_batch(batch),
             old_log_probs=as_tensor(batch.log_probs),
             advantages=torch.from_numpy(not_none(batch.advantages)),
             returns=torch.from_numpy(not_none(batch.returns)),

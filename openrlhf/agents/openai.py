@@ -150,7 +150,7 @@ class Session:
         messages, tools = _messages(request), request.get("tools") or None
         if tools and self.tool_parser is None:
             raise BadRequest("tools: their calls need a parser, OpenAIAgentExecutor(tool_parser=...)")
-        prompt_ids = self.prompt_of(messages, tools)
+        prompt_ids = self.build_prompt(messages, tools)
         params = self._params(request, len(prompt_ids))
         self._count_turn()
         answers = (await self.engine.generate(prompt_ids, params)).outputs
@@ -173,7 +173,7 @@ class Session:
             },
         }
 
-    def prompt_of(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
+    def build_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Returns the tokens of a conversation: those of the longest recorded conversation that it continues,
         as sampled, and those that the template writes after its last answer."""
         known = [b for b in self.branches if b.tools == tools and b.begins(messages)]
@@ -384,7 +384,7 @@ class Server:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await _body(request)
         session = self._session(request, body)
-        tokens = session.prompt_of(_messages(body), body.get("tools") or None)
+        tokens = session.build_prompt(_messages(body), body.get("tools") or None)
         found = {"tokens": tokens, "count": len(tokens), "max_model_len": session.max_length}
         return web.json_response(found)
 

@@ -33,13 +33,13 @@ def _commands() -> Iterator[tuple[str, tuple[str, str]]]:
             yield name, (f"{folder.__name__}.{module}", summary)
 
 
-def _of_packages() -> Iterator[tuple[str, tuple[str, str]]]:
+def _package_commands() -> Iterator[tuple[str, tuple[str, str]]]:
     for name, point in registered("commands").items():
         yield name, (point.module, f"of the package {point.dist.name if point.dist else point.module}")
 
 
 OURS = dict(_commands())
-COMMANDS = OURS | {name: command for name, command in _of_packages() if name not in OURS}
+COMMANDS = OURS | {name: command for name, command in _package_commands() if name not in OURS}
 """Command -> (its module, summary for `--help`). Installed packages add those of the entry points
 `openrlhf.commands`, and replace none."""
 

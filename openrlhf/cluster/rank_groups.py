@@ -73,13 +73,13 @@ class RankGroup(Generic[WorkerT]):
             token_ids = identities(batch.token_ids, batch.lengths, images=batch.images, routing=routing)
             ranks = parts_of_related(token_ids, batch.lengths.tolist(), self.data_parallel_size)
         refs = self.run(method, [(self.select(batch, sequences),) for sequences in ranks])
-        return Gathered(refs, lambda answers: batch.put_together(ranks, self.of_leaders(answers)))
+        return Gathered(refs, lambda answers: batch.put_together(ranks, self.select_leaders(answers)))
 
     def select(self, batch: Batch, sequences: Sequence[int]) -> Batch:
         """Returns these sequences of the batch, with the columns that a rank reads."""
         return (batch if self.replays_routing else replace(batch, routing=None)).select(sequences)
 
-    def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
+    def select_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
         """Returns the answers of one rank per data-parallel group, out of those of all ranks."""
         return [answers[rank] for rank in self.mesh.leaders]
 
@@ -125,7 +125,7 @@ class RewardRanks(RankGroup[RewardWorker]):
         ranks = partition([len(t.token_ids) for t in read], self.data_parallel_size)
         refs = self.run("forward", [([read[i] for i in sequences],) for sequences in ranks])
         scores: dict[int, np.ndarray] = {}
-        for sequences, rows in zip(ranks, self.of_leaders(results(refs)), strict=True):
+        for sequences, rows in zip(ranks, self.select_leaders(results(refs)), strict=True):
             scores |= dict(zip(sequences, rows, strict=True))
         in_order = (scores[i] for i in range(len(read)))
         return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
@@ -169,7 +169,7 @@ class TrainedRanks(RankGroup[TrainedT]):
             arguments.append((self.select(batch, sequences), own, kl_coef))
 
         def combine(results: list[Learned]) -> Updated:
-            steps, parts = zip(*self.of_leaders(results), strict=True)
+            steps, parts = zip(*self.select_leaders(results), strict=True)
             log_probs = None if parts[0] is None else np.concatenate(parts)
             return Updated(
                 mean_metrics(steps[0]), [i for mini_batch in schedule[0] for i in mini_batch], log_probs

@@ -56,7 +56,7 @@ class WeightCheck:
 
     @cached_property
     def limit(self) -> Limit:
-        return Limit.of_run(self.config, on_gpu=self.on_gpu)
+        return Limit.from_config(self.config, on_gpu=self.on_gpu)
 
     @cached_property
     def probe(self) -> Probe:

@@ -89,7 +89,7 @@ class Part:
         return cls(name=name, rows=rows, columns=tuple(kinds), kinds=kinds)
 
     @classmethod
-    def of_table(cls, name: str, rows: datasets.Dataset) -> "Part":
+    def from_table(cls, name: str, rows: datasets.Dataset) -> "Part":
         return cls(name=name, rows=_with_image_files(rows), columns=tuple(rows.column_names))
 
     @property
@@ -104,7 +104,7 @@ class Part:
         """Returns the line of a row, or its number from 1 where the format has no lines."""
         return row + 1 if self.lines is None else int(self.lines[row])
 
-    def kinds_of(self, column: str) -> Mapping[str, tuple[int, int]]:
+    def find_kinds(self, column: str) -> Mapping[str, tuple[int, int]]:
         """Returns, for each kind of value in the column except null, (the first row with one, number of
         rows). A column of a table has a single kind."""
         if not isinstance(self.rows, datasets.Dataset):
@@ -440,7 +440,7 @@ def _read_parquet(file: File, bad_rows: BadRows) -> Part:
     metadata = _read_table(pq.read_metadata, file)
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else partial(_parquet_on_disk, size=size)
-    return Part.of_table(file.name, _read_table(lambda path: datasets.Dataset(read(path)), file))
+    return Part.from_table(file.name, _read_table(lambda path: datasets.Dataset(read(path)), file))
 
 
 PARQUET_IN_MEMORY = 64 * 2**20
@@ -476,7 +476,7 @@ _BATCH = 4096
 
 
 def _read_arrow(file: File, bad_rows: BadRows) -> Part:
-    return Part.of_table(file.name, _read_table(lambda path: datasets.Dataset(_arrow_table(path)), file))
+    return Part.from_table(file.name, _read_table(lambda path: datasets.Dataset(_arrow_table(path)), file))
 
 
 def _arrow_table(path: Path) -> pa.Table:

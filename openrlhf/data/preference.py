@@ -46,7 +46,7 @@ class PairDataset(TwoSamples[Pair]):
             chosen=self.sample(2 * i),
             rejected=self.sample(2 * i + 1),
             margin=float(self.margins[i]),
-            ref_log_probs=self.ref_of(i),
+            ref_log_probs=self.read_ref(i),
         )
 
 

@@ -272,7 +272,7 @@ def _near_names(place: Path) -> str:
 def _read_hub(item: str, split: str, flag: str) -> Part:
     name, _, data_dir = item.partition("@")
     try:
-        return Part.of_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
+        return Part.from_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
     except (FileNotFoundError, ConnectionError, ValueError) as error:
         text = f"not found on this machine or on the hub: {first_line(error)}{_near_names(Path(name))}"
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=item) from error
@@ -282,10 +282,10 @@ def _read_saved(folder: File, split: str) -> Part:
     """Reads a folder that `save_to_disk` wrote, memory-mapped."""
     saved = datasets.load_from_disk(str(folder.path))
     if isinstance(saved, datasets.Dataset):
-        return Part.of_table(folder.name, saved)
+        return Part.from_table(folder.name, saved)
     if split not in saved:
         raise _no_split(folder.name, split, map(str, saved), folder.flag)
-    return Part.of_table(f"{folder.name}/{split}", saved[split])
+    return Part.from_table(f"{folder.name}/{split}", saved[split])
 
 
 def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> UsageError:
@@ -326,7 +326,7 @@ def _find_kinds(parts: Sequence[Part], required: Mapping[str, str | None]) -> li
             continue
         found: Found = {}
         for part in parts:
-            for kind, (first, count) in part.kinds_of(column).items():
+            for kind, (first, count) in part.find_kinds(column).items():
                 origin, before = found.get(kind, (f"{part.name}:{part.number(first)}", 0))
                 found[kind] = origin, before + count
         kinds.append((flag, column, found))

@@ -197,6 +197,6 @@ class TwoSamples(Samples[ItemT]):
         model."""
         return self.with_labels(ref_log_probs=np.asarray(log_probs, dtype=np.float32))
 
-    def ref_of(self, i: int) -> Tensor | None:
+    def read_ref(self, i: int) -> Tensor | None:
         """Returns the (2,) reference log-probs of item i, or None where they are unknown."""
         return None if self.ref_log_probs is None else torch.from_numpy(np.array(self.ref_log_probs[i]))

@@ -37,7 +37,7 @@ class UnpairedDataset(TwoSamples[UnpairedExample]):
             sample=self.sample(2 * i),
             mismatched=self.sample(2 * i + 1),
             desirable=bool(self.desirable[i]),
-            ref_log_probs=self.ref_of(i),
+            ref_log_probs=self.read_ref(i),
         )
 
     def sequences(self, i: int) -> tuple[np.ndarray, ...]:

@@ -91,7 +91,7 @@ class LocalRollout(LocalEngine):
     @cached_property
     def limit(self) -> Limit:
         """The difference between the log-probs of trainer and engine that rounding explains."""
-        return Limit.of_run(self.config, on_gpu=self.options.on_gpu)
+        return Limit.from_config(self.config, on_gpu=self.options.on_gpu)
 
     @cached_property
     def probe(self) -> Probe:

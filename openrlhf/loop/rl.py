@@ -140,11 +140,11 @@ class PPOTrainer(Generic[PolicyT]):
             step.metrics |= self.evaluate()
         announce(self.hooks, Hook.ended, step)
         if self.saver.is_due(self.step):
-            self.saver.save(self.step, self.state(), self.metric_of(step.metrics))
+            self.saver.save(self.step, self.state(), self.find_metric(step.metrics))
         else:
             self.saver.finish_if_written()
         if self.stop.is_requested:
-            self.end_at_boundary(self.state(), self.metric_of(step.metrics))
+            self.end_at_boundary(self.state(), self.find_metric(step.metrics))
 
     def learn(self, step: Step) -> None:
         """Computes log-probs and advantages, and updates the models."""
@@ -211,7 +211,7 @@ class PPOTrainer(Generic[PolicyT]):
         metrics = evaluation_metrics(samples)
         about = {"step": self.step, "version": self.weight_version}
         announce(self.hooks, Hook.evaluated, Evaluation(**about, samples=samples, metrics=metrics))
-        value = self.metric_of(metrics) if self.config.ckpt.save_steps > 0 else None
+        value = self.find_metric(metrics) if self.config.ckpt.save_steps > 0 else None
         if value is not None and (self.best_metric is None or value > self.best_metric):
             self.best_metric = value
             self.saver.save(self.step, self.state(), value, best=True)
@@ -262,7 +262,7 @@ class PPOTrainer(Generic[PolicyT]):
     def advance(self, group: PromptGroup) -> None:
         self.observer.advance(num_samples(group.trajectories))
 
-    def metric_of(self, metrics: Metrics) -> float | None:
+    def find_metric(self, metrics: Metrics) -> float | None:
         return best_metric(self.config.ckpt.best_metric_key, metrics, self.eval_sources)
 
     def state(self) -> dict:

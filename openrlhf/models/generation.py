@@ -100,7 +100,7 @@ def generate(
         stopping_criteria=StoppingCriteriaList([_AfterEachToken(on_token, stop)]),
     )
     answers = [_generated(ids.tolist(), params, stop()) for ids in output[:, longest:]]
-    return [replace(a, likely=sampling.likely_of(i, len(a.token_ids))) for i, a in enumerate(answers)]
+    return [replace(a, likely=sampling.select_likely(i, len(a.token_ids))) for i, a in enumerate(answers)]
 
 
 class Sampling(LogitsProcessor):
@@ -139,7 +139,7 @@ class Sampling(LogitsProcessor):
             scores = truncate(cast(Any, input_ids), cast(Any, scores))
         return self._recorded(scores, scores - self._exponential(scores).log())
 
-    def likely_of(self, row: int, length: int) -> Likely | None:
+    def select_likely(self, row: int, length: int) -> Likely | None:
         """Returns the likely tokens at the first `length` positions of answer `row`; None if not
         requested."""
         if self.num_likely is None:

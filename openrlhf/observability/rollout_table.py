@@ -198,7 +198,7 @@ def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
 
 def _kept(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
     missing = np.array([t.kept is None for t in trajectories], bool)
-    sets = [t.kept or Nuclei.of_all_tokens(0) for t in trajectories]
+    sets = [t.kept or Nuclei.for_all_tokens(0) for t in trajectories]
     columns = {}
     for field in KEPT:
         parts = [getattr(kept, field.name.removeprefix("kept_")) for kept in sets]

@@ -99,12 +99,12 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         """Adds the gradients of the losses of these batches; see `TrainEngine.forward_backward`."""
         with self._optimizer_present():
             pairs = [
-                (self.rows(batch, range(len(batch))), self.objective_of(loss, kl_coef))
+                (self.rows(batch, range(len(batch))), self.build_objective(loss, kl_coef))
                 for batch, loss in streams
             ]
             return self.model.forward_backward(*pairs)
 
-    def objective_of(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
+    def build_objective(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
         """Returns the objective of a `Loss`. Only a policy has losses other than its own."""
         return self.objective(kl_coef)
 
@@ -238,7 +238,7 @@ class PolicyWorker(TrainedWorker):
         objective = PolicyObjective.from_config(self.config, kl_coef, seen)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
-    def objective_of(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
+    def build_objective(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
         if isinstance(loss, GivenGradient):
             return loss
         objective = PolicyObjective.from_config(self.config, kl_coef)
@@ -317,12 +317,12 @@ class PolicyWorker(TrainedWorker):
         with self.peaks.during("sync"), adapter:
             self.model.check_finite(states=False)
             fault("sync.send")
-            log_probs = None if probe is None else self.log_probs_of(probe)
+            log_probs = None if probe is None else self.compute_log_probs(probe)
             self.sender.send(version)
         release_cached_memory()
         return log_probs
 
-    def log_probs_of(self, probe: Probe) -> Tensor:
+    def compute_log_probs(self, probe: Probe) -> Tensor:
         """Returns the log-probs (L - 1,) of a probe's tokens at temperature 1."""
         ids = torch.tensor(probe.token_ids)
         mask = torch.arange(len(ids)) > 0

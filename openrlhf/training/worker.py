@@ -144,7 +144,7 @@ class ModelWorker(Worker, Generic[ModelT]):
         """Returns the results of `read` for the actions of the batch, (A,)."""
         token_ids = self.identities(batch) if self.model.shares_prefixes else None
         groups = self.row_groups(batch.lengths.tolist(), token_ids)
-        rows = [PackedRow.of_batch(batch.select(group)) for group in groups]
+        rows = [PackedRow.from_batch(batch.select(group)) for group in groups]
         answers = [answer.numpy() for answer in self.model.forward(rows, self.read)]
         release_cached_memory()
         return batch.put_together(groups, answers)

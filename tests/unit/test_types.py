@@ -211,7 +211,7 @@ def test_a_selection_has_the_sequences_asked_for(batch, data):
 
 
 def test_a_row_of_a_batch():
-    row = PackedRow.of_batch(Batch.of([trajectory(1.0, (5, 6)), trajectory(1.0, (7,))]))
+    row = PackedRow.from_batch(Batch.of([trajectory(1.0, (5, 6)), trajectory(1.0, (7,))]))
     assert row.token_ids.tolist() == [1, 5, 6, 1, 7] and row.token_ids.dtype == torch.int64
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1] and row.position_ids.dtype == torch.int64
     assert row.action_mask.tolist() == [False, True, True, False, True]
@@ -220,7 +220,7 @@ def test_a_row_of_a_batch():
 
 def test_a_batch_without_sequences_is_a_dummy_row():
     nothing = batch_of([trajectory()], log_probs=-1.0, values=0.5).select([])
-    row = PackedRow.of_batch(nothing)
+    row = PackedRow.from_batch(nothing)
     assert (row.num_tokens, row.num_sequences, row.lengths) == (0, 0, (2,))
     assert len(row.token_ids) == len(row.position_ids) == len(row.action_mask) == 2
     experience = ExperienceRow.of(nothing)
@@ -251,7 +251,7 @@ def test_images_go_with_their_sequences():
     batch = Batch.of(samples)
     assert batch.images == tuple(own)
     chosen = batch.select([2, 0])
-    assert chosen.images == ((b, a), (a,)) == PackedRow.of_batch(chosen).to("cpu").images
+    assert chosen.images == ((b, a), (a,)) == PackedRow.from_batch(chosen).to("cpu").images
     assert PackedRow.empty().images == Batch.of(samples[1:2]).images == ()
     prompt = Prompt(prompt_id=0, text="?", images=(a,))
     same = [replace(t, images=(a,), prompt=prompt) for t in samples * 4]

@@ -106,7 +106,7 @@ class Limit:
     has_experts: bool = False
 
     @classmethod
-    def of_run(cls, config: PPOConfig, *, on_gpu: bool) -> Self:
+    def from_config(cls, config: PPOConfig, *, on_gpu: bool) -> Self:
         """Returns the limit of a run's policy."""
         experts = has_experts(config.actor.model_name_or_path, ACTOR_FLAG)
         return cls(dtype=config.ds.param_dtype, on_gpu=on_gpu, has_experts=experts)

@@ -46,7 +46,11 @@ class RankChecks(Hook):
 
     def _check_outputs(self, sequences: Batch, step: int) -> None:
         """Compares the log-probs or values of sequences with those of transformers' own forward pass."""
-        model, row, config = self.worker.model.module.model, PackedRow.of_batch(sequences), self.worker.config
+        model, row, config = (
+            self.worker.model.module.model,
+            PackedRow.from_batch(sequences),
+            self.worker.config,
+        )
         dtype = config.ds.param_dtype
         if isinstance(self.worker, CriticWorker):
             check_values(model, row, torch.from_numpy(not_none(sequences.values)), dtype=dtype, step=step)

@@ -52,12 +52,12 @@ class SyncedPair:
     def __init__(self, worker: PolicyWorker, engine: LocalEngine, options: EngineOptions) -> None:
         self.worker, self.engine, self.version = worker, engine, 0
         self.probe: Probe = build_run_probe(worker.config)
-        self.limit = Limit.of_run(worker.config, on_gpu=options.on_gpu)
+        self.limit = Limit.from_config(worker.config, on_gpu=options.on_gpu)
         worker.open_weight_sync(engine, options.transfer_backend, "127.0.0.1", free_port())
 
     def trainer(self) -> Tensor:
         """Returns the trainer's log-probs of the probe, (L - 1,)."""
-        return self.worker.log_probs_of(self.probe)
+        return self.worker.compute_log_probs(self.probe)
 
     def difference(self) -> float:
         """Returns the mean absolute difference between the engine's and the trainer's log-probs of the probe,

@@ -75,9 +75,9 @@ def critic(spec: dict) -> ValueModel:
 
 PPO = PolicyObjective(kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="tis", temperature=0.7)
 OBJECTIVES: dict[str, tuple] = {
-    "sft": (policy, (SFTObjective(), PackedRow.of_batch)),
+    "sft": (policy, (SFTObjective(), PackedRow.from_batch)),
     "ppo": (policy, (PPO, ExperienceRow.of)),
-    "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), PackedRow.of_batch)),
+    "ppo-ptx": (policy, (PPO, ExperienceRow.of), (PTXObjective(coef=0.5), PackedRow.from_batch)),
     "gspo": (policy, (PolicyObjective(loss_type="gspo"), ExperienceRow.of)),
     "cispo": (
         policy,

@@ -230,7 +230,7 @@ def test_tables_give_files_and_decode_nothing(tmp_path):
     ]
     features = datasets.Features({"one": datasets.Image(), "list": datasets.List(datasets.Image())})
     table = datasets.Dataset.from_list(values, features=features)
-    assert list(Part.of_table("name", table).rows) == values
+    assert list(Part.from_table("name", table).rows) == values
     pq.write_table(table.data.table, tmp_path / "rows.parquet")
     table.save_to_disk(tmp_path / "saved")
     for name, home in (("rows.parquet", tmp_path), ("saved", tmp_path / "saved")):

@@ -1068,7 +1068,7 @@ def test_the_reference_of_adapters_is_the_model_without_them():
     answer = lambda rows, read: [read(policy, row).detach() for row in rows]
     worker.model = SimpleNamespace(forward=answer, module=policy, shares_prefixes=False)
     with torch.no_grad():
-        expected = before(PackedRow.of_batch(batch)).log_probs.numpy()
+        expected = before(PackedRow.from_batch(batch)).log_probs.numpy()
     assert worker.forward_without_adapters(batch) == pytest.approx(expected, abs=1e-6)
     assert np.abs(worker.forward(batch) - expected).max() > 1e-3
 

@@ -127,7 +127,7 @@ def row(seed: int = 0) -> PackedRow:
     sampled = [
         trajectory(token_ids=torch.randint(3, 61, (length,), generator=random).numpy()) for length in LENGTHS
     ]
-    return PackedRow.of_batch(Batch.of(sampled))
+    return PackedRow.from_batch(Batch.of(sampled))
 
 
 def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
@@ -370,9 +370,9 @@ def test_batches_groups_and_rows_keep_it_with_its_tokens() -> None:
     assert [first_experts(t.routing) for t in arrived] == [[OWN, OWN], [1, 2, OWN]]
     batch = Batch.of([known, unknown, known]).select([1, 2])
     assert first_experts(batch.routing) == [OWN, OWN, 1, 2, OWN]
-    rows = not_none(PackedRow.of_batch(batch).routing)
+    rows = not_none(PackedRow.from_batch(batch).routing)
     assert rows.shape == (5, 2, 1) and rows.dtype == torch.uint8
-    assert Batch.of([unknown]).routing is None and PackedRow.of_batch(Batch.of([unknown])).routing is None
+    assert Batch.of([unknown]).routing is None and PackedRow.from_batch(Batch.of([unknown])).routing is None
 
 
 def test_only_the_policy_is_told() -> None:

@@ -261,12 +261,12 @@ OTHER = trajectory(actions=(5,))
 def test_a_row_of_some_sequences() -> None:
     batch = Batch.of([OTHER, ONE])
     assert sets_of(batch.kept, 3) == [[], [4, 7], [3]]
-    row = PackedRow.of_batch(batch.select([1, 0]))
+    row = PackedRow.from_batch(batch.select([1, 0]))
     assert not_none(row.kept_ids).tolist() == [[4, 7], [3, 3], [-1, -1]]
     np.testing.assert_allclose(not_none(row.log_masses).exp(), [0.5, 1, 1])
-    alone = PackedRow.of_batch(Batch.of([OTHER]))
+    alone = PackedRow.from_batch(Batch.of([OTHER]))
     assert alone.kept_ids is None and alone.log_masses is None
-    assert PackedRow.of_batch(batch.select([])).kept_ids is None
+    assert PackedRow.from_batch(batch.select([])).kept_ids is None
 
 
 def test_a_group_arrives_with_its_sets() -> None:
@@ -291,7 +291,7 @@ def test_a_policy_reads_a_row_as_it_reads_its_sequences(tmp_path: Path) -> None:
 
     def read(*trajectories: Trajectory) -> tuple[list[torch.Tensor], torch.Tensor]:
         model.zero_grad()
-        row = PackedRow.of_batch(Batch.of(trajectories))
+        row = PackedRow.from_batch(Batch.of(trajectories))
         scores = model(row, temperature=0.8, with_entropy=True)
         (scores.log_probs.sum() + not_none(scores.entropy).sum()).backward()
         return [scores.log_probs, not_none(scores.entropy)], not_none(model.model.lm_head.weight.grad).clone()

@@ -310,7 +310,7 @@ def test_what_a_sync_sends_and_what_it_is_compared_with(threads: Callable, folde
         probe = Probe(token_ids=TOKENS[0], asked=TOKENS[0])
         # at temperature 1, whatever the samples' is
         expected = log_probs_of(folder / "policy", 1.0)[:4]
-        torch.testing.assert_close(worker.log_probs_of(probe), expected, atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(worker.compute_log_probs(probe), expected, atol=ROUNDING, rtol=0)
 
     threads(1, work)
 
@@ -323,7 +323,7 @@ def test_a_sync_under_a_random_adapter_leaves_the_policy_as_it_was(threads: Call
     def work() -> None:
         worker: Any = policy(config)
         probe, sent = Probe(token_ids=TOKENS[0], asked=TOKENS[0]), []
-        send = lambda version: sent.append((version, worker.log_probs_of(probe)))
+        send = lambda version: sent.append((version, worker.compute_log_probs(probe)))
         worker.sender = SimpleNamespace(send=send)
         before = weights_of(worker)
         assert worker.send_weights(1, None) is None
