@@ -55,14 +55,14 @@ def fitting_lengths(
     lengths = {key: values[key] for key in keys}
     free = [key for key in keys if key not in explicit]
     choose_hub(config.use_ms)
-    room = _context_of(values[flag.removeprefix("--")] or "", flag) if free else None
+    room = _find_context(values[flag.removeprefix("--")] or "", flag) if free else None
     if room is None or sum(lengths.values()) <= room:
         return {}
     share = (room - sum(lengths[key] for key in keys if key in explicit)) // len(free)
     return {key: min(lengths[key], share) for key in free} if share > 0 else {}
 
 
-def _context_of(path: str, flag: str) -> int | None:
+def _find_context(path: str, flag: str) -> int | None:
     """Returns the model's maximum length; None without one. Imports transformers only if config.json does
     not tell."""
     settings = config_json(path)

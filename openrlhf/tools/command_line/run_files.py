@@ -24,7 +24,7 @@ TASKS = {
 """Command -> (module of `openrlhf.cli`, name of its `Task`)."""
 
 
-def task_type_of(name: str) -> type[Task]:
+def find_task_type(name: str) -> type[Task]:
     """Returns the task of a supervised command."""
     module, task_type = TASKS[name]
     return getattr(import_module(f"openrlhf.cli.{module}"), task_type)
@@ -40,7 +40,7 @@ def command_and_flags(words: Sequence[str], prog: str) -> tuple[Command, list[st
         files = [rest.pop(0)] if rest and _is_file(rest[0]) else []
         return names[first], [*(word for file in files for word in ("--config", file)), *rest]
     if _is_file(first):
-        return _command_of(first, prog), ["--config", first, *rest]
+        return _find_command(first, prog), ["--config", first, *rest]
     text = f"expects a YAML file of flags, or one of {', '.join(names)} with its flags"
     raise UsageError(ErrorCode.MISSING_FLAG, text, flag=prog, value=repr(first) if first else "")
 
@@ -49,7 +49,7 @@ def _is_file(word: str) -> bool:
     return word.endswith((".yaml", ".yml"))
 
 
-def _command_of(file: str, prog: str) -> Command:
+def _find_command(file: str, prog: str) -> Command:
     """Returns the only training command that has all keys of the file."""
     try:
         tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ from openrlhf.api import (
     run_supervised,
 )
 from openrlhf.tasks.prepare import prepare
-from openrlhf.tools.command_line.run_files import task_type_of
+from openrlhf.tools.command_line.run_files import find_task_type
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
@@ -125,7 +125,7 @@ def _words(folder: Path, command: str, flags: str) -> list[str]:
 
 def _sft(folder: Path, flags: str) -> None:
     argv = _words(folder, "sft", flags)
-    task = task_type_of("sft")
+    task = find_task_type("sft")
     run_supervised(task(parse(task.command, argv).config), argv)
 
 

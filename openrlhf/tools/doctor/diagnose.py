@@ -59,7 +59,7 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
     return not any(finding.is_wrong for finding in findings)
 
 
-def state_of(run: RunRecord) -> str:
+def describe_state(run: RunRecord) -> str:
     """Describes the progress of the run, and whether its process is alive."""
     text = f"{run.path}: {counted(len(run.rows), 'row')} of metrics, last step {run.last_step}"
     if run.process is not None:
@@ -69,7 +69,7 @@ def state_of(run: RunRecord) -> str:
     return f"{text}; not running"
 
 
-def signs_of(run: RunRecord) -> Iterator[str]:
+def list_signs(run: RunRecord) -> Iterator[str]:
     """Yields the course of the metrics that show a run's progress and health."""
     scores = [name for name in run.names("eval/") if name.endswith("_score_mean")]
     losses = [name for name in run.names("") if name.endswith(("/loss", "/accuracy"))]
@@ -85,7 +85,7 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
         "running": run.process is not None,
         "healthy": is_healthy(findings),
         "findings": [finding.as_data() for finding in findings],
-        "signs": list(signs_of(run)),
+        "signs": list(list_signs(run)),
     }
     return json.dumps(data, indent=2)
 
@@ -96,10 +96,10 @@ def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
     say = lambda text, style="", indent=0: console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
     )
-    say(state_of(run))
+    say(describe_state(run))
     if is_healthy(findings):
         say("\nhealthy: no problem was found" + ", but it could be faster" * bool(findings), "bold green")
-        for line in signs_of(run):
+        for line in list_signs(run):
             say(f"- {line}", indent=3)
     for number, finding in enumerate(findings, start=1):
         say(f"\n{number}. {finding.title} ({finding.confidence})", COLORS[finding.confidence])

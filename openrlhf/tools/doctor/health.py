@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from openrlhf.api import SAME_REWARD, Hook, Metrics, MismatchWatch, Observer, to_json
-from openrlhf.tools.doctor.symptoms import RULES, Rule, signs_of, succeeds
+from openrlhf.tools.doctor.symptoms import RULES, Rule, find_mistakes, succeeds
 
 _KEPT = re.compile(
     r"^rollout/(reward_(mean|std|max)|truncated_rate|response_length_mean|num_samples)$|^teacher/kl_mean$|^lr$"
@@ -48,7 +48,7 @@ class Health:
     streaks: Counter[Rule] = field(default_factory=Counter, init=False)
     """Number of consecutive steps for which each rule's condition has held."""
     missing_template: str = ""
-    """See `signs_of`."""
+    """See `find_mistakes`."""
     rows: list[Metrics] = field(default_factory=list, init=False)
     told: set[str] = field(default_factory=set, init=False)
     """Causes of the signs so far, each of which is told once."""
@@ -60,7 +60,7 @@ class Health:
         self.rows.append({name: value for name, value in metrics.items() if _KEPT.search(name)})
         if "rollout/reward_mean" not in metrics and any(name.endswith("/loss") for name in metrics):
             del self.rows[8:-2]  # supervised runs have many steps, of which the first and the last count
-        signs = [*signs_of(self.rows, self.missing_template)]
+        signs = [*find_mistakes(self.rows, self.missing_template)]
         signs = [sign for sign in signs if not {sign.cause, "destroyed-model"} & self.told][:1]
         self.told |= {sign.cause for sign in signs}
         messages = [f"{title}: {evidence}. Remedy: {remedy}" for _, title, evidence, remedy in signs]

@@ -9,7 +9,7 @@ import numpy as np
 
 from openrlhf.api import evenly
 from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.mismatch_rows import Mismatch, fresh, rows_of
+from openrlhf.tools.doctor.mismatch_rows import Mismatch, fresh, read_sequences
 from openrlhf.tools.doctor.record import RunRecord, Series
 
 NOISE = {"fp32": 3e-4, "fp16": 4e-3, "bf16": 2e-2}
@@ -66,7 +66,7 @@ def mismatch_series(run: RunRecord) -> Series:
     return fresh if len(fresh) else run.series("mismatch/abs_diff_mean")
 
 
-def noise_of(run: RunRecord) -> float:
+def find_noise(run: RunRecord) -> float:
     """Returns the mean of |log r| up to which rounding explains a mismatch."""
     return NOISE[str(run.flag("ds.param_dtype", "bf16"))]
 
@@ -76,13 +76,13 @@ def measure_mismatch(run: RunRecord) -> Mismatch | None:
     have no log-probs of the trainer."""
     steps = sorted(run.journal)
     chosen = sorted({*steps[:3], *evenly(steps, EXAMINED - 2)})
-    rows = {step: fresh(rows_of(run.journal[step])) for step in chosen}
+    rows = {step: fresh(read_sequences(run.journal[step])) for step in chosen}
     course = {
         step: float(np.abs(np.concatenate([row.difference for row in found])).mean())
         for step, found in rows.items()
         if found
     }
-    return Mismatch(run=run, course=course, rows=rows, noise=noise_of(run)) if course else None
+    return Mismatch(run=run, course=course, rows=rows, noise=find_noise(run)) if course else None
 
 
 def mismatch_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]:
@@ -90,8 +90,8 @@ def mismatch_findings(run: RunRecord, model: Path | None = None) -> Iterator[Fin
     `--actor.model_name_or_path`."""
     mismatch, reported = measure_mismatch(run), mismatch_series(run)
     if mismatch is None:
-        if len(reported) and reported.last(5) > noise_of(run):
-            yield _unexplained(reported, noise_of(run))
+        if len(reported) and reported.last(5) > find_noise(run):
+            yield _unexplained(reported, find_noise(run))
         return
     if not mismatch.above:
         return

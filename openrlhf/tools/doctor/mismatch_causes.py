@@ -15,16 +15,16 @@ from torch import Tensor
 
 from openrlhf.api import not_none
 from openrlhf.tools.doctor.finding import CERTAIN, LIKELY
-from openrlhf.tools.doctor.mismatch_rows import Mismatch, MismatchRow, Signs, signs_of
+from openrlhf.tools.doctor.mismatch_rows import Mismatch, MismatchRow, Signs, compute_signs
 from openrlhf.tools.doctor.recompute import (
     MOST_LOGITS,
     Recomputed,
     changed_frequencies,
-    checkpoints_of,
+    find_checkpoints,
     find_nucleus,
     hooked,
+    join_targets,
     log_probs,
-    targets_of,
     tokenizer_at,
 )
 from openrlhf.tools.doctor.record import RunRecord
@@ -78,7 +78,7 @@ class Examined:
 
     @cached_property
     def targets(self) -> Tensor:
-        return targets_of(self.rows)
+        return join_targets(self.rows)
 
     @cached_property
     def logits(self) -> Tensor:
@@ -168,12 +168,12 @@ Variants = Iterator[tuple[str, np.ndarray]]
 def explain(mismatch: Mismatch, model: Path | None, deadline: float) -> list[Cause]:
     """Returns at most three causes, the likeliest first. `deadline`: value of time.monotonic() after which no
     more models are loaded."""
-    signs = signs_of(mismatch.rows[mismatch.above[0]])
+    signs = compute_signs(mismatch.rows[mismatch.above[0]])
     examined, problem = examine(mismatch, model, deadline)
     found: list[Cause] = []
     if examined is not None:
-        signs = signs_of(examined.rows)
-        for cause in _of_hypotheses(examined, signs):
+        signs = compute_signs(examined.rows)
+        for cause in _test_hypotheses(examined, signs):
             found.append(cause)
             if cause.score >= CERTAIN:
                 return [cause]
@@ -184,21 +184,23 @@ def explain(mismatch: Mismatch, model: Path | None, deadline: float) -> list[Cau
             if is_late
             else "no hypothesis that can be recomputed explains the gap"
         )
-        found += _of_signs(mismatch, signs, has_experts=bool(examined and examined.policy.routers), note=note)
+        found += _score_signs(
+            mismatch, signs, has_experts=bool(examined and examined.policy.routers), note=note
+        )
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.score):
         best.setdefault(cause.name, cause)
     return [cause for cause in best.values() if cause.score > NEGLIGIBLE][:3]
 
 
-def _of_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
+def _test_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
     """Yields the hypotheses that can be tested, the cheapest first, with the score of the test."""
-    if cause := _of_text(examined):
+    if cause := _test_text(examined):
         yield cause
     for test in HYPOTHESES:
         if examined.in_time and (cause := _tested(examined, *test)):
             yield cause
-    yield from _of_noise(examined, signs)
+    yield from _test_noise(examined, signs)
 
 
 def examine(mismatch: Mismatch, model: Path | None, deadline: float) -> tuple[Examined | None, str]:
@@ -208,7 +210,7 @@ def examine(mismatch: Mismatch, model: Path | None, deadline: float) -> tuple[Ex
     output = Path(str(run.flag("ckpt.output_dir", "")))
     folder = Path(str(run.flag("ckpt.path", "") or output / "checkpoints"))
     first = str(model or run.flag("actor.model_name_or_path", ""))
-    weights = {0: first} | checkpoints_of(folder) | checkpoints_of(folder / "_actor")
+    weights = {0: first} | find_checkpoints(folder) | find_checkpoints(folder / "_actor")
     try:
         step, version, policy = _load(mismatch, weights)
     except (OSError, ValueError) as error:
@@ -467,7 +469,7 @@ HYPOTHESES: tuple[tuple[str, Callable[[Examined], Variants]], ...] = (
 # ---- hypotheses that predict no log-probs
 
 
-def _of_text(e: Examined) -> Cause | None:
+def _test_text(e: Examined) -> Cause | None:
     """Returns the tokenizer as the cause if the recorded tokens of half of the answers or more do not decode
     to the recorded text."""
     if e.tokenizer is None:
@@ -493,7 +495,7 @@ def _same_text(e: Examined, token_ids: np.ndarray, text: str | None) -> bool:
     return "".join(decoded.split()) == "".join((text or "").split())
 
 
-def _of_noise(e: Examined, signs: Signs) -> Iterator[Cause]:
+def _test_noise(e: Examined, signs: Signs) -> Iterator[Cause]:
     """Yields dropout and routing, scored by how similar their noise is to the mismatch in size and by
     action."""
     if not e.is_trainers or not e.in_time:
@@ -545,7 +547,7 @@ def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(x) > 2 else 0.0
 
 
-def _of_signs(mismatch: Mismatch, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
+def _score_signs(mismatch: Mismatch, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
     """Scores causes by statistics of the rollouts alone. `note`: reason why no hypothesis decided."""
     top_p, top_k = float(mismatch.run.flag("rollout.top_p", 1.0)), int(mismatch.run.flag("rollout.top_k", -1))
     has_nucleus = top_p < 1 or top_k > 0

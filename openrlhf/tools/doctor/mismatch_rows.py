@@ -71,7 +71,7 @@ class Mismatch:
         return bool(self.above) and self.above[0] == min(self.course)
 
 
-def rows_of(path: Path) -> list[MismatchRow]:
+def read_sequences(path: Path) -> list[MismatchRow]:
     """Reads the sequences of a step that have actions and the log-probs of both sides, without images."""
     columns = [
         *("token_ids", "action_ranges", "weight_versions", "rollout_log_probs", "log_probs"),
@@ -124,7 +124,7 @@ class Signs:
     actions."""
 
 
-def signs_of(rows: Sequence[MismatchRow]) -> Signs:
+def compute_signs(rows: Sequence[MismatchRow]) -> Signs:
     d = np.concatenate([row.difference for row in rows])
     s = np.concatenate([row.sampler for row in rows])
     positions = np.concatenate([row.actions for row in rows])

@@ -9,10 +9,10 @@ from openrlhf.api import TEMPLATE, evenly
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord, Series
 from openrlhf.tools.doctor.rewards import RECENT
-from openrlhf.tools.doctor.samples import answers_of
-from openrlhf.tools.doctor.symptoms import CUT, LONGER, RULES, Rule, limit_of, signs_of, succeeds
+from openrlhf.tools.doctor.samples import read_answers
+from openrlhf.tools.doctor.symptoms import CUT, LONGER, RULES, Rule, find_limit, find_mistakes, succeeds
 
-COLLAPSED = limit_of("policy/entropy")
+COLLAPSED = find_limit("policy/entropy")
 """Entropy, in nats per token, below which it has collapsed: the policy hardly varies its answers."""
 LOST = 0.2
 """Fraction of the initial entropy below which it has collapsed."""
@@ -34,7 +34,7 @@ def _signs(run: RunRecord) -> Iterator[Finding]:
     rows = run.numbers
     for i, row in enumerate(rows):
         read = rows[: min(8, i + 1)] + rows[max(8, i - 5) : i + 1]
-        for sign in signs_of(read, evidence):
+        for sign in find_mistakes(read, evidence):
             found.setdefault(sign.cause, (row["step"], sign))
     supervised = () if run.names("rollout/") else run.names("")
     losses = [run.series(name) for name in supervised if name.endswith("/loss")]
@@ -76,7 +76,7 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
 def _estimated(run: RunRecord) -> Series:
     """Returns the mean of -log p over the actions of each of at most nine evenly spaced steps."""
     steps = evenly(sorted(run.journal), 9)
-    found = {step: answers.surprise for step in steps if (answers := answers_of(run.journal[step]))}
+    found = {step: answers.surprise for step in steps if (answers := read_answers(run.journal[step]))}
     return Series("rollouts", np.array(list(found)), np.array(list(found.values())))
 
 
@@ -134,10 +134,10 @@ def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Findi
     for rule in RULES:
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
         if fired and rule.cause not in causes and not (rule.suits_success and has_success):
-            yield _of_rule(run, rule, fired)
+            yield _apply_rule(run, rule, fired)
 
 
-def _of_rule(run: RunRecord, rule: Rule, fired: list[int]) -> Finding:
+def _apply_rule(run: RunRecord, rule: Rule, fired: list[int]) -> Finding:
     series = run.series(rule.metric)
     still = len(series) > 0 and rule.holds(float(series.values[-1]))
     evidence = [f"warned at step {', '.join(map(str, fired[:5]))}: {rule.condition}"]

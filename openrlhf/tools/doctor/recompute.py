@@ -94,7 +94,7 @@ class Recomputed:
         return [m for m in self.model.modules() if hasattr(m, "top_k") and hasattr(m, "weight")]
 
 
-def targets_of(rows: Sequence[MismatchRow]) -> Tensor:
+def join_targets(rows: Sequence[MismatchRow]) -> Tensor:
     """Returns the actions of all rows, (A,)."""
     return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in rows])).long()
 
@@ -153,7 +153,7 @@ def tokenizer_at(path: str) -> Any:
         return None
 
 
-def checkpoints_of(folder: Path) -> dict[int, str]:
+def find_checkpoints(folder: Path) -> dict[int, str]:
     """Returns step -> folder of the checkpoint's copy in Hugging Face format (--ckpt.save_hf)."""
     found = {}
     for path in folder.glob(f"*global_step*{COPY}"):

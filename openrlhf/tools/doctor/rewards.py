@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from openrlhf.api import commonest_failure, headline, read_journal
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import FEWEST, RunRecord, Series
-from openrlhf.tools.doctor.samples import Answers, answers_of
-from openrlhf.tools.doctor.symptoms import limit_of, succeeds
+from openrlhf.tools.doctor.samples import Answers, read_answers
+from openrlhf.tools.doctor.symptoms import find_limit, succeeds
 
 RECENT = 20
 """Number of last steps that represent the present state of a run."""
-FLAT = limit_of("reward/zero_std_fraction")
+FLAT = find_limit("reward/zero_std_fraction")
 """Fraction of samples in groups with equal rewards above which there is hardly anything to learn."""
-FAILED = limit_of("rollout/failed_ratio")
+FAILED = find_limit("rollout/failed_ratio")
 """Fraction of failed samples above which there is a finding."""
 CLEAR = 3.0
 """Standard errors above which a change counts as a trend."""
@@ -38,7 +38,7 @@ def _flat(run: RunRecord) -> Iterator[Finding]:
     flat = share.last(RECENT) if len(share) else float(same)
     if not same and (not flat > FLAT or (share.start < FLAT and succeeds(run.numbers))):
         return
-    last = answers_of(max(run.journal.items())[1]) if run.journal else None
+    last = read_answers(max(run.journal.items())[1]) if run.journal else None
     if same:
         evidence = [
             f"the reward is {mean.values[0]:g} for every sample of steps {mean.steps[0]} to {mean.steps[-1]}"
@@ -170,7 +170,7 @@ def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:
     if len(run.journal) < FEWEST:
         return
     steps = sorted(run.journal)
-    first, last = answers_of(run.journal[steps[0]]), answers_of(run.journal[steps[-1]])
+    first, last = read_answers(run.journal[steps[0]]), read_answers(run.journal[steps[-1]])
     if first is None or last is None:
         return
     for kind, before, after, text in (

@@ -36,14 +36,14 @@ class Answers:
     """Fraction of the samples with the lowest reward whose answer contains the label; 0 without labels."""
 
 
-def answers_of(path: Path) -> Answers | None:
+def read_answers(path: Path) -> Answers | None:
     """Reads the rollouts of a step. Returns None if no sample has a reward."""
     columns = ["reward", "token_ids", "action_ranges", "rollout_log_probs", "label", "response"]
     rows = read_table(path, columns).slice(0, MOST_SAMPLES).to_pylist()
     rows = [row for row in rows if row["reward"] is not None]
     if not rows:
         return None
-    actions = [actions_of(row["token_ids"], row["action_ranges"]) for row in rows]
+    actions = [select_actions(row["token_ids"], row["action_ranges"]) for row in rows]
     log_probs = np.concatenate([np.asarray(row["rollout_log_probs"], float) for row in rows])
     rewards = tuple(float(row["reward"]) for row in rows)
     lowest = [row for row in rows if row["reward"] == min(rewards)]
@@ -58,7 +58,7 @@ def answers_of(path: Path) -> Answers | None:
     )
 
 
-def actions_of(token_ids: list[int], ranges: list[dict[str, int]]) -> list[int]:
+def select_actions(token_ids: list[int], ranges: list[dict[str, int]]) -> list[int]:
     """Returns the tokens that the policy chose."""
     return [token for span in ranges for token in token_ids[span["start"] : span["end"]]]
 

@@ -77,7 +77,7 @@ def collective(stack: Stack) -> str:
     return ""
 
 
-def of_file(path: Path) -> list[Stack]:
+def read_stacks(path: Path) -> list[Stack]:
     """Reads stacks.txt of a run folder: for each process its threads."""
     found = []
     for part in re.split(r"^== ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
@@ -87,16 +87,18 @@ def of_file(path: Path) -> list[Stack]:
     return found
 
 
-def of_process(process: psutil.Process) -> list[Stack]:
+def dump_stacks(process: psutil.Process) -> list[Stack]:
     """Returns the stacks of a running run: of its process, its Python descendants and its Ray actors."""
     members = [process, *process.children(recursive=True)]
     known = {member.pid for member in members}
-    members += [found for found in psutil.process_iter() if found.pid not in known and _is_of(found, process)]
+    members += [
+        found for found in psutil.process_iter() if found.pid not in known and _belongs_to(found, process)
+    ]
     stacks = [_dump(member, is_driver=member.pid == process.pid) for member in members if _is_python(member)]
     return [stack for stack in stacks if stack is not None]
 
 
-def _is_of(found: psutil.Process, run: psutil.Process) -> bool:
+def _belongs_to(found: psutil.Process, run: psutil.Process) -> bool:
     """Returns True if a process seems to be a Ray actor of the run, in a cluster that the run joined: an
     actor in the same folder that started later."""
     try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord
-from openrlhf.tools.doctor.stacks import Stack, collective, of_file, of_process, waiting
+from openrlhf.tools.doctor.stacks import Stack, collective, dump_stacks, read_stacks, waiting
 
 PATIENCE = 120.0
 """Minimum seconds since the last step of a run that counts as stalled."""
@@ -24,7 +24,7 @@ def stall_findings(run: RunRecord) -> Iterator[Finding]:
     if run.process is not None:
         yield from _living(run)
     elif path.exists():
-        stacks = of_file(path)
+        stacks = read_stacks(path)
         when = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         head = f"stacks.txt of {when:%Y-%m-%d %H:%M:%S} UTC, after step {run.last_step}"
         yield _stall("the run ended because a process made no progress", 0.9, head, stacks)
@@ -44,7 +44,7 @@ def _living(run: RunRecord) -> Iterator[Finding]:
     if waited < max(PATIENCE, SLOW * usual):
         return
     head = f"no step ended for {waited:.0f} s, since step {run.last_step}; the median step took {usual:.3g} s"
-    yield _stall("the run makes no progress", 0.9 if usual else 0.5, head, of_process(run.process))
+    yield _stall("the run makes no progress", 0.9 if usual else 0.5, head, dump_stacks(run.process))
 
 
 def _stall(title: str, score: float, head: str, stacks: list[Stack]) -> Finding:

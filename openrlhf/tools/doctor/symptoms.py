@@ -173,7 +173,7 @@ RULES = (
 )
 
 
-def limit_of(metric: str) -> float:
+def find_limit(metric: str) -> float:
     """Returns the limit of the rule on a metric."""
     return next(rule.limit for rule in RULES if rule.metric == metric)
 
@@ -212,7 +212,7 @@ CUT = 0.9
 """Fraction of truncated answers above which nearly all are cut."""
 
 
-def signs_of(rows: Sequence[Metrics], missing_template: str = "") -> Iterator[Sign]:
+def find_mistakes(rows: Sequence[Metrics], missing_template: str = "") -> Iterator[Sign]:
     """Yields mistakes that the last row shows. `missing_template`: evidence that prompts lack a template."""
     now, sampled = rows[-1], [row for row in rows[-5:] if "rollout/reward_mean" in row]
     if now not in sampled:

@@ -59,7 +59,7 @@ class Batches:
     """Rows of the dataset; None if unknown."""
 
 
-def lengths_of(max_len: int, longest: int | None, prompt: int | None, response: int | None) -> Lengths:
+def estimate_lengths(max_len: int, longest: int | None, prompt: int | None, response: int | None) -> Lengths:
     """Returns the lengths of a run's samples. A mean that is None is assumed. An assumed prompt has the
     tokens of `max_len` that the longest response leaves, at least an eighth; an assumed response is half as
     long as it may be. `longest`: the flag rollout.max_new_tokens."""
@@ -118,7 +118,7 @@ def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> 
     return math.ceil(samples / max(1, budget // tokens))
 
 
-def rows_of(config: PPOConfig | SupervisedConfig) -> int | None:
+def count_training_rows(config: PPOConfig | SupervisedConfig) -> int | None:
     """Counts the rows of the training data. Returns None if they are not on this machine, or if counting
     takes long."""
     if isinstance(config, PPOConfig):

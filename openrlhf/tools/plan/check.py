@@ -56,9 +56,9 @@ from openrlhf.api import check_rl_files as check_files
 from openrlhf.api import check_supervised_files as check_task
 from openrlhf.api import probe_template as probe
 from openrlhf.tools.command_line.installation import mismatches, own_address
-from openrlhf.tools.command_line.run_files import task_type_of
+from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.command_line.terminal import shows_colours
-from openrlhf.tools.plan.batches import rows_of
+from openrlhf.tools.plan.batches import count_training_rows
 from openrlhf.tools.plan.estimate import Assumed, plan_run, suggestion
 from openrlhf.tools.plan.hardware import Cluster
 from openrlhf.tools.plan.preview import Preview
@@ -173,7 +173,7 @@ def _task(check: Check) -> Any:
         check.config,
         {"data.max_samples": min(ROWS, check.config.data.max_samples), "data.cache_enable": False},
     )
-    return task_type_of(check.command.name)(few)
+    return find_task_type(check.command.name)(few)
 
 
 def _supervised_data(check: Check) -> None:
@@ -186,7 +186,9 @@ def _supervised_data(check: Check) -> None:
         for i in range(min(SAMPLES, len(dataset))):
             check.screen.item(i + 1, dataset[i], tokenizer)
         response = assumed.response or round(fmean(dataset.sequence_lengths))
-        check.assumed = replace(assumed, response=response, rows=(rows := assumed.rows or rows_of(config)))
+        check.assumed = replace(
+            assumed, response=response, rows=(rows := assumed.rows or count_training_rows(config))
+        )
         check.note(
             *supervised_data_notes(config, rows or config.train.batch_size * (config.train.max_steps or 1))
         )
@@ -225,7 +227,7 @@ def _show_prompts(check: Check, tokenizer: PreTrainedTokenizerBase) -> list[Prom
     if missing := missing_template(config, tokenizer, found):
         check.note(f"{TEMPLATE}: {missing}; {USE_TEMPLATE}")
     tokens = fmean(prompt.num_tokens for prompt in found.without_images)
-    rows = assumed.rows or rows_of(config)
+    rows = assumed.rows or count_training_rows(config)
     check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens), rows=rows)
     enough = config.rollout.batch_size * (config.train.max_steps or 1)
     check.note(*rl_data_notes(config, rows or enough, found, evaluation))

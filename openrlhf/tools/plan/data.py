@@ -10,13 +10,13 @@ from openrlhf.api import (
     load_run_tokenizer,
 )
 from openrlhf.api import check_supervised_files as check_files
-from openrlhf.tools.command_line.run_files import task_type_of
+from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.command_line.terminal import shows_colours
 from openrlhf.tools.plan.preview import Preview
 
 
 def preview(name: str, config: Any, num_samples: int, no_color: bool) -> None:
-    task = task_type_of(name)(config)
+    task = find_task_type(name)(config)
     check_files(task)
     show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
 

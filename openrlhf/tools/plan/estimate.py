@@ -27,9 +27,9 @@ from openrlhf.tools.plan.batches import (
     SEQUENCES,
     Batches,
     Lengths,
-    lengths_of,
+    count_training_rows,
+    estimate_lengths,
     ppo_batches,
-    rows_of,
     supervised_batches,
 )
 from openrlhf.tools.plan.hardware import Cluster
@@ -96,8 +96,10 @@ def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) 
     data, layout, starved = config.data, None, False
     if isinstance(config, PPOConfig):
         layout, sizes = compute_layout(config, described(cluster.gpus)), _sizes(config)
-        lengths = lengths_of(data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response)
-        rows = assumed.rows or rows_of(config)
+        lengths = estimate_lengths(
+            data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response
+        )
+        rows = assumed.rows or count_training_rows(config)
         batches = ppo_batches(config, lengths, rows)
         memory = ppo_memory(config, cluster, layout, sizes)
         needed = sizes[ENGINES].kv_bytes(ITEM_BYTES[config.ds.param_dtype])
@@ -109,7 +111,7 @@ def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) 
         mean = assumed.response or max(1, data.max_len // 2)
         unknown = ("response",) * (assumed.response is None)
         lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
-        rows = assumed.rows or rows_of(config)
+        rows = assumed.rows or count_training_rows(config)
         batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
         memory = supervised_memory(config, cluster, sizes, sequences=sequences)
         time = supervised_time(config, cluster, sizes, batches, lengths)
@@ -239,7 +241,7 @@ def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
             yield ((f"{role}.offload", True),)
     yield (("ds.zero_stage", 3),)
     if rl:
-        yield from _of_engines(config, cluster)
+        yield from _change_engines(config, cluster)
     for size in (2, 4, 8):
         if config.ds.ring_attn_size < size <= cluster.devices:
             yield (("ds.ring_attn_size", size),)
@@ -248,7 +250,7 @@ def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
     yield (*asleep, ("ds.adam_offload", True))
 
 
-def _of_engines(config: PPOConfig, cluster: Cluster) -> Iterator[Remedy]:
+def _change_engines(config: PPOConfig, cluster: Cluster) -> Iterator[Remedy]:
     """Yields changes to engines: fewer ones of more GPUs, and a smaller share of the GPU's memory."""
     gpus = config.num_engines * config.vllm.num_gpus
     for size in (2, 4, 8):

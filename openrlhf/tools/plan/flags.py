@@ -29,7 +29,7 @@ from openrlhf.api import (
 from openrlhf.api import resource_demands as demands
 from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
 from openrlhf.tools.command_line.run_files import TASKS, TRAINING, command_and_flags
-from openrlhf.tools.plan.hardware import Cluster, cluster_of, this_machine, with_measured
+from openrlhf.tools.plan.hardware import Cluster, parse_cluster, this_machine, with_measured
 
 
 def parser(prog: str, description: str | None) -> ArgumentParser:
@@ -94,7 +94,7 @@ def _launched(ranks: int) -> Iterator[None]:
 
 
 def cluster_of_options(options: argparse.Namespace) -> Cluster:
-    cluster = cluster_of(options.cluster) if options.cluster else this_machine()
+    cluster = parse_cluster(options.cluster) if options.cluster else this_machine()
     return with_measured(cluster, options.rates) if options.rates else cluster
 
 
@@ -172,7 +172,7 @@ def run_on(
 
 
 def _gpus(count: int) -> Cluster:
-    cluster = cluster_of(f"{math.ceil(count / 8)}x{min(count, 8)}xH100")
+    cluster = parse_cluster(f"{math.ceil(count / 8)}x{min(count, 8)}xH100")
     notify(f"note: the run is planned for {cluster}; set --cluster for other hardware")
     return cluster
 

@@ -114,7 +114,7 @@ class Cluster:
         return f"{self.nodes} x {self.per_node} {self.kind.name} {gb}"
 
 
-def cluster_of(text: str) -> Cluster:
+def parse_cluster(text: str) -> Cluster:
     """Parses NODESxGPUSxKIND or GPUSxKIND, such as 8x8xH100-80GB or 8xA100-40GB. If the memory is left out,
     it is that of the first such kind in `KINDS`. Raises UsageError for another form or an unknown kind."""
     pattern = r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x([A-Za-z][\w-]*?)(?:-(\d+)GB)?"

@@ -314,7 +314,7 @@ def render(
     values["nodes"] = max(1, gpus // GPUS_OF_NODE)
     values["batch"] = max(1, SAMPLES // gpus) * gpus if gpus else SAMPLES_ON_CPU
     recipe = RECIPES[what]
-    values |= {"columns": columns_of(recipe, row), "what": what, "settings": recipe.settings}
+    values |= {"columns": guess_columns(recipe, row), "what": what, "settings": recipe.settings}
     template = "rl" if recipe.settings else what
     return environment.get_template(f"{template}.yaml.j2").render(values).strip() + "\n"
 
@@ -325,7 +325,7 @@ def quoted(text: str) -> str:
     return text if is_plain else json.dumps(text)
 
 
-def columns_of(recipe: Recipe, row: Mapping[str, Any]) -> dict[str, Any]:
+def guess_columns(recipe: Recipe, row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the column for each role; `chat`, True if answers are lists of messages; and `guess`, a remark
     for the comments that is empty if the dataset's first row has the columns. An empty row is not known."""
     from openrlhf.api import with_role  # imports torch

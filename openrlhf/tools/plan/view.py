@@ -21,7 +21,7 @@ MOST_LINES = 24
 """Maximum number of lines that the placement takes."""
 
 
-def console_of(stream: TextIO) -> Console:
+def build_console(stream: TextIO) -> Console:
     return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
 
 
@@ -30,7 +30,7 @@ def show(
 ) -> None:
     """Prints a plan. `suggested`: changes of flags with which the run fits, and the plan with them; None if
     no changes suffice or none are needed."""
-    console = console_of(stream)
+    console = build_console(stream)
     say = lambda text, style="": console.print(Text(text, style=style), soft_wrap=True)
     say(f"{plan.command} on {plan.cluster}: {_verdict(plan)}", "bold " + ("green" if plan.fits else "red"))
     console.print(_models(plan))

@@ -207,7 +207,7 @@ def _alone(a: RecordedRun, b: RecordedRun) -> dict[str, list[int]]:
     return found
 
 
-def cause_of(stage: Stage) -> str:
+def describe_cause(stage: Stage) -> str:
     """Returns the meaning of the first difference of a stage if all stages before it are equal."""
     quantity = stage.differing[0].quantity
     if stage.name.startswith("checkpoint"):

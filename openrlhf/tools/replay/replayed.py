@@ -28,7 +28,7 @@ from openrlhf.api import FoundCheckpoint as Found
 from openrlhf.api import SupervisedRun as Run
 from openrlhf.api import build_rl_data as build_data
 from openrlhf.api import build_rl_trainer as build_trainer
-from openrlhf.tools.command_line.run_files import TRAINING, task_type_of
+from openrlhf.tools.command_line.run_files import TRAINING, find_task_type
 from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.recorded import RecordedRun
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def supervised(name: str, config: Any, step: int) -> None:
     """Trains from the checkpoint to the end of `step`."""
     with ExitStack() as held:
-        trainer = Run(task_type_of(name)(config), [], held).trainer()
+        trainer = Run(find_task_type(name)(config), [], held).trainer()
         trainer.last_step = step
         try:
             trainer.fit()

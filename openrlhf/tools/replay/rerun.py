@@ -150,7 +150,7 @@ class Rerun:
             words,
             STDERR,
             ranks=self.run.num_ranks,
-            environment=environment_of(self.run, self.code),
+            environment=build_environment(self.run, self.code),
             folder=self.run.working_directory,
         )
         if code:
@@ -182,7 +182,7 @@ def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Pat
     return file
 
 
-def environment_of(run: RecordedRun, code: Path | None = None) -> dict[str, str]:
+def build_environment(run: RecordedRun, code: Path | None = None) -> dict[str, str]:
     """Returns the environment variables of this process, with the run's numbers of threads. For an RL run
     without them it is one thread, Ray's default for each process. `code`: folder from which modules are
     imported first."""

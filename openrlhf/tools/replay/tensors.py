@@ -52,10 +52,10 @@ def have_same_hashes(a: Path, b: Path) -> bool:
 def stored_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Returns name -> function that reads the tensor, for all trained weights and optimizer states of a
     checkpoint. Raises UsageError if the files of a rank are missing."""
-    return _of_torch(folder) if (folder / METADATA).is_file() else _of_deepspeed(folder)
+    return _read_torch(folder) if (folder / METADATA).is_file() else _read_deepspeed(folder)
 
 
-def _of_torch(folder: Path) -> dict[str, Callable[[], Tensor]]:
+def _read_torch(folder: Path) -> dict[str, Callable[[], Tensor]]:
     def read(name: str, about: TensorStorageMetadata) -> Tensor:
         found = {name: torch.zeros(about.size, dtype=about.properties.dtype)}
         with warnings.catch_warnings(action="ignore"):  # torch warns that there is no process group
@@ -68,7 +68,7 @@ def _of_torch(folder: Path) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def _of_deepspeed(folder: Path) -> dict[str, Callable[[], Tensor]]:
+def _read_deepspeed(folder: Path) -> dict[str, Callable[[], Tensor]]:
     from openrlhf.api import DEEPSPEED_MASTER as MASTER  # DeepSpeed may be missing
     from openrlhf.api import DEEPSPEED_ORDER as ORDER
     from openrlhf.api import DeepSpeedCheckpoint as Checkpoint

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openrlhf.api import clean_text, format_number
-from openrlhf.tools.replay.compare import Bisection, Settings, Stage, cause_of
+from openrlhf.tools.replay.compare import Bisection, Settings, Stage, describe_cause
 from openrlhf.tools.replay.differences import Compared, shown
 from openrlhf.tools.replay.rerun import Replayed, Rerun
 
@@ -61,7 +61,7 @@ class Screen:
         first = result.first.differing[0]
         place = f"step {result.first.step}, {result.first.name}, {first.quantity}: {first.first}"
         self.say(f"\nfirst difference: {place}", "bold red")
-        if cause := cause_of(result.first):
+        if cause := describe_cause(result.first):
             self.say(f"meaning: {cause}")
         self.stage(result.first)
         if result.later is not None:

@@ -214,7 +214,7 @@ def _vllm(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> I
     make = engine_class(options)
     os.environ.update(make.environment(options))
     engine = make(options)
-    params = sampling_params_of(config, tokenizer, config.rollout.max_new_tokens)
+    params = build_sampling_params(config, tokenizer, config.rollout.max_new_tokens)
     concurrency = config.vllm.max_num_seqs
     with asyncio.Runner() as runner:
         runner.run(engine.start())
@@ -234,7 +234,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBa
     yield lambda requests, recorder: answer_with_transformers(
         model,
         requests,
-        sampling_params_of(config, tokenizer, config.rollout.max_new_tokens),
+        build_sampling_params(config, tokenizer, config.rollout.max_new_tokens),
         recorder.answers(tokenizer),
         batch_size=config.train.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id,
@@ -324,7 +324,7 @@ def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
     )
 
 
-def sampling_params_of(
+def build_sampling_params(
     config: BatchInferenceConfig | ChatConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> SamplingParams:
     """Returns the sampling options of answers with at most `max_tokens` tokens, without a seed."""

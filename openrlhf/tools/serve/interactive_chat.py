@@ -26,9 +26,9 @@ from openrlhf.api import (
     with_values,
 )
 from openrlhf.tools.serve.batch_inference import (
+    build_sampling_params,
     check_answering_model,
     load_answering_model,
-    sampling_params_of,
 )
 from openrlhf.tools.serve.conversation import Conversation
 from openrlhf.tools.serve.streaming import PiecewiseText, TransformersStream
@@ -127,7 +127,7 @@ def _answer(
             "room for an answer; type clear to start a new one)"
         )
         return
-    params = sampling_params_of(config, tokenizer, min(room, config.rollout.max_new_tokens or room))
+    params = build_sampling_params(config, tokenizer, min(room, config.rollout.max_new_tokens or room))
     seed = seed_at(config.train.seed, "chat", conversation.num_turns)
     text = PiecewiseText(tokenizer, prompt)
     if sys.stdin.isatty():

@@ -41,7 +41,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.close()
 
 
-def key_of(row: Row) -> Key:
+def row_key(row: Row) -> Key:
     return row["prompt_id"], row["sample_index"]
 
 
@@ -53,7 +53,7 @@ def finished(path: str | Path) -> dict[Key, Row]:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 row = json.loads(line)
-                rows[key_of(row)] = row
+                rows[row_key(row)] = row
             except (ValueError, TypeError, KeyError) as error:
                 text = "not a row that batch_inference wrote. Remove the line, or the file."
                 raise UsageError(ErrorCode.INVALID_ROW, text, value=file, row=number) from error

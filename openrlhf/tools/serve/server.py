@@ -180,7 +180,7 @@ def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
                 "text; send both together, or leave prompts out",
             )
     is_chat = config.data.apply_chat_template
-    return [text_of(query, prompts[i] if prompts else "", is_chat) for i, query in enumerate(queries)]
+    return [prepare_text(query, prompts[i] if prompts else "", is_chat) for i, query in enumerate(queries)]
 
 
 def occurs(prompt: str, query: str) -> bool:
@@ -188,7 +188,7 @@ def occurs(prompt: str, query: str) -> bool:
     return "".join(prompt.split()) in "".join(query.split())
 
 
-def text_of(query: str, prompt: str, is_chat: bool = False) -> Text:
+def prepare_text(query: str, prompt: str, is_chat: bool = False) -> Text:
     """Returns the text without trailing newlines, as `data/answers.py` prepares the training texts of reward
     models. The answer is marked if the query begins with the prompt."""
     text = query.rstrip("\n") or query

@@ -26,7 +26,7 @@ from openrlhf.api import WeightLimit as Limit
 from openrlhf.api import WeightProbe as Probe
 from openrlhf.api import weight_difference as explain_difference
 from openrlhf.tools.verify.report import Finding, judged, not_checked
-from openrlhf.tools.verify.subjects import PolicySubject, batch_of, policy_learned, prompts_of
+from openrlhf.tools.verify.subjects import PolicySubject, join_batch, load_prompts, policy_learned
 from openrlhf.tools.verify.timing import Clock
 
 SYNCS = 10
@@ -164,10 +164,10 @@ def pair_checks(subject: PolicySubject, pair: SyncedPair) -> Iterator[Finding]:
 def sampled_difference(subject: PolicySubject, pair: SyncedPair) -> float:
     """Samples answers. Returns the mean absolute difference between the log-probs that the engine returned
     with them and the trainer's, as a fraction of the limit."""
-    config, prompts = subject.config, prompts_of(subject.config, subject.size)[:ANSWERS]
+    config, prompts = subject.config, load_prompts(subject.config, subject.size)[:ANSWERS]
     answers = [answer(pair, prompt, config.rollout.temperature, seed=i) for i, prompt in enumerate(prompts)]
     theirs = np.concatenate([log_probs for _, log_probs in answers])
-    batch = batch_of(prompts, [tokens for tokens, _ in answers], theirs)
+    batch = join_batch(prompts, [tokens for tokens, _ in answers], theirs)
     ours = torch.from_numpy(pair.worker.forward(batch))
     return pair.relative(torch.from_numpy(theirs), ours)
 
@@ -185,7 +185,7 @@ def answer(
 
 def seeds_finding(subject: PolicySubject, pair: SyncedPair, clock: Clock) -> Finding:
     """Samples an answer twice with one seed and once with another, and compares their tokens."""
-    prompt, temperature = prompts_of(subject.config, subject.size)[0], subject.config.rollout.temperature
+    prompt, temperature = load_prompts(subject.config, subject.size)[0], subject.config.rollout.temperature
     (first, _), (again, _), (other, _) = (answer(pair, prompt, temperature, seed) for seed in (1, 1, 2))
     differing = sum(a != b for a, b in zip(first, again, strict=True))
     where = "the tokens of two answers with seed 1" if differing else ""

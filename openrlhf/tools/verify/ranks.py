@@ -22,7 +22,7 @@ TIMEOUT = 3600.0
 """Maximum time of the job in seconds."""
 
 
-def stages_of(subject: Subject) -> list[int]:
+def choose_stages(subject: Subject) -> list[int]:
     """Returns the ZeRO stages to try: the run's own, the lowest one of the backend, and 3."""
     config = subject.config
     unsharded = 0 if config.train.backend == "deepspeed" else 2
@@ -34,7 +34,7 @@ def rank_checks(
 ) -> Iterator[Finding]:
     """Yields one finding for each ZeRO stage: whether several ranks compute the loss and gradient `expected`,
     those of one rank."""
-    stages, clock = stages_of(subject), Clock()
+    stages, clock = choose_stages(subject), Clock()
     names = {stage: f"ranks, ZeRO {stage}" for stage in stages}
     number = torch.cuda.device_count() if DEVICE_TYPE == "cuda" else 2
     claim = f"{max(number, 2)} ranks compute the loss and gradient of one rank"

@@ -283,7 +283,7 @@ class PolicySubject(Subject):
     def batch(self, worker: PolicyWorker) -> Batch:
         """Returns the batch of all checks. Its log-probs are derived from those of the first worker."""
         if self.kept is None:
-            self.kept = with_columns(sampled(prompts_of(self.config, self.size), self.size.rows), worker)
+            self.kept = with_columns(sampled(load_prompts(self.config, self.size), self.size.rows), worker)
         return self.kept
 
 
@@ -328,10 +328,10 @@ def sampled(prompts: list[list[int]], count: int) -> Batch:
     starts = [(37 * i) % max(1, len(text) - 40) for i in range(count)]
     answers = [text[start : start + 8 + (11 * i) % 24] for i, start in enumerate(starts)]
     log_probs = np.zeros(sum(map(len, answers)), np.float32)
-    return batch_of([used[i % len(used)] for i in range(count)], answers, log_probs)
+    return join_batch([used[i % len(used)] for i in range(count)], answers, log_probs)
 
 
-def batch_of(prompts: list[list[int]], answers: list[list[int]], log_probs: np.ndarray) -> Batch:
+def join_batch(prompts: list[list[int]], answers: list[list[int]], log_probs: np.ndarray) -> Batch:
     """Joins each prompt and its answer to a sequence. `log_probs`: the engine's, (A,)."""
     pairs = list(zip(prompts, answers, strict=True))
     counts = np.array([len(answer) for answer in answers])
@@ -358,7 +358,7 @@ def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
     )
 
 
-def prompts_of(config: PPOConfig, size: Size) -> list[list[int]]:
+def load_prompts(config: PPOConfig, size: Size) -> list[list[int]]:
     """Returns `size.rows` of the run's prompts as tokens: see `shortest`."""
     found, _, tokenizer = build_prompt_datasets(config)
     texts = [prompt.text for prompt in found.without_images]

@@ -61,7 +61,7 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
         model_config = running.engine.module.model.config
     seconds_of_layouts = clock.lap() / (len(LAYOUTS) + 1)
     rounding = Rounding.of(model_config, "fp32", sum(row.lengths))
-    plain, why = plain_of(subject, items, objective)
+    plain, why = compute_plain(subject, items, objective)
     one_by_one = found[ONE_BY_ONE]
     claim = "Loss and gradient equal those of plain transformers, one sequence at a time"
     if plain is None:
@@ -124,7 +124,7 @@ def dtype_checks(
         yield compared(names[layout], statement, gradient, expected, scale, rounding, meaning, seconds)
 
 
-def plain_of(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradient | None, str]:
+def compute_plain(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradient | None, str]:
     """Returns loss and gradient of transformers' own model and ""; or None and the reason why there is no
     such comparison."""
     if subject.why_no_plain_model:

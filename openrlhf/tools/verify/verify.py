@@ -14,10 +14,10 @@ from openrlhf.api import (
     init_distributed,
     with_values,
 )
-from openrlhf.tools.command_line.run_files import task_type_of
+from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.verify.continuing import continuing_checks
 from openrlhf.tools.verify.engine import NAMES, engine_checks
-from openrlhf.tools.verify.ranks import stages_of
+from openrlhf.tools.verify.ranks import choose_stages
 from openrlhf.tools.verify.report import Finding, Verdict, table, write_report
 from openrlhf.tools.verify.subjects import PolicySubject, Size, Subject, SupervisedSubject, truncate_model
 from openrlhf.tools.verify.trainer import number_of_checks, trainer_checks
@@ -28,7 +28,9 @@ def run(command: Command, config: Any, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="openrlhf-verify-") as scratch:
         init_distributed()
         config = _with_layers(command, config, options.layers, Path(scratch))
-        subject = subject_of(command, config, Path(scratch), Size(rows=options.rows, tokens=options.tokens))
+        subject = build_subject(
+            command, config, Path(scratch), Size(rows=options.rows, tokens=options.tokens)
+        )
         if options.layers is not None:
             subject.notes["layers"] = f"only the first {options.layers}"
         wanted = {"engine": not options.no_engine, "ranks": not options.no_ranks}
@@ -44,11 +46,11 @@ def run(command: Command, config: Any, options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def subject_of(command: Command, config: Any, scratch: Path, size: Size) -> Subject:
+def build_subject(command: Command, config: Any, scratch: Path, size: Size) -> Subject:
     """Returns the model to verify, on the run's own rows."""
     if command.name == PPO.name:
         return PolicySubject(config, size)
-    return SupervisedSubject(task_type_of(command.name), config, scratch, size)
+    return SupervisedSubject(find_task_type(command.name), config, scratch, size)
 
 
 def _with_layers(command: Command, config: Any, layers: int | None, scratch: Path) -> Any:
@@ -70,7 +72,7 @@ def _with_layers(command: Command, config: Any, layers: int | None, scratch: Pat
 def _checks(subject: Subject, scratch: Path, *, engine: bool, ranks: bool) -> tuple[int, Iterator[Finding]]:
     """Returns the number of findings, and the findings of all checks."""
     dtype, continued = subject.config.ds.param_dtype, scratch / "continuing"
-    total = number_of_checks(dtype) + (len(stages_of(subject)) if ranks else 0) + 2
+    total = number_of_checks(dtype) + (len(choose_stages(subject)) if ranks else 0) + 2
     job = scratch / "ranks" if ranks else None
     parts = [trainer_checks(subject, dtype, job), continuing_checks(subject, dtype, continued)]
     if engine and isinstance(subject, PolicySubject):

@@ -64,11 +64,11 @@ def write_report(run_dir: str | Path) -> Path:
     run too. Raises UsageError if there is no metrics.jsonl."""
     folder = RunIndex(Path(run_dir))
     path = folder.path / "report.html"
-    write_atomically(path, _template().generate(contents_of(folder)))
+    write_atomically(path, _template().generate(build_contents(folder)))
     return path
 
 
-def contents_of(folder: RunIndex) -> dict[str, Any]:
+def build_contents(folder: RunIndex) -> dict[str, Any]:
     """Returns the variables of the page's template."""
     curves = _curves(folder.metrics())
     files = folder.rollouts()

@@ -59,7 +59,7 @@ def headline(row: Row) -> str:
             row["finish_reason"] + (", cut off" if row["truncated"] else ""),
             f"{len(row['rollout_log_probs'])} tokens",
             *([f"weights {versions}"] if versions else []),
-            *([updates] if (updates := updates_of(row)) else []),
+            *([updates] if (updates := list_updates(row)) else []),
         ]
     )
 
@@ -69,7 +69,7 @@ def mean_advantage(row: Row) -> float | None:
     return sum(advantages) / len(advantages) if advantages else None
 
 
-def updates_of(row: Row) -> str:
+def list_updates(row: Row) -> str:
     """Lists the optimizer steps that trained on the sample, with their ranks."""
     visits = zip(row["optimizer_steps"] or (), row["ranks"] or (), strict=True)
     return ", ".join(f"optimizer step {step} on rank {rank}" for step, rank in visits)
@@ -104,14 +104,14 @@ def coloured(row: Row, texts: Sequence[str], largest: float) -> Text:
     advantages = row["advantages"] or [0.0] * len(log_probs)
     chosen = (i - start for r in row["action_ranges"] for i in range(r["start"], r["end"]))
     for i, advantage, log_prob in zip(chosen, advantages, log_probs, strict=True):
-        styles[i] = style_of(advantage, log_prob, largest)
+        styles[i] = choose_style(advantage, log_prob, largest)
     answer = Text()
     for style, run in groupby(zip(styles, texts, strict=True), lambda pair: pair[0]):
         answer.append(clean_text("".join(text for _, text in run)), style=style)
     return answer
 
 
-def style_of(advantage: float, log_prob: float, largest: float) -> str:
+def choose_style(advantage: float, log_prob: float, largest: float) -> str:
     dim = " dim" if log_prob < math.log(UNSURE) else ""
     if advantage == 0 or not math.isfinite(advantage):
         return dim.strip()

@@ -32,20 +32,20 @@ MOST_LISTED = 20
 def run(options: argparse.Namespace) -> None:
     coloured = shows_colours()
     console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
-    steps = steps_of(options.run, options.name)
+    steps = find_steps(options.run, options.name)
     step = options.step if options.step is not None else max(steps)
     if step not in steps:
         raise _not_found(f"there is no such step; the run has {_listed(list(steps))}", "--step", step)
     with reading(steps[step]):
         found, total = choose(steps, step, options)
         rows = read_rows(steps[step], found[: options.limit])
-    pieces = pieces_of(options.run, rows) if coloured and rows else None
+    pieces = decode_pieces(options.run, rows) if coloured and rows else None
     show(console, f"{options.name} {step}", rows, pieces)
     tail = f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}"
     console.print(tail, highlight=False, soft_wrap=True)
 
 
-def steps_of(folder: Path, name: str) -> dict[int, Path]:
+def find_steps(folder: Path, name: str) -> dict[int, Path]:
     run = RunIndex(folder)
     if steps := run.rollouts(name):
         return steps
@@ -89,7 +89,7 @@ def _not_found(text: str, flag: str = "", value: object = "") -> UsageError:
     return UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=value)
 
 
-def pieces_of(folder: Path, rows: Sequence[Row]) -> list[list[str]] | None:
+def decode_pieces(folder: Path, rows: Sequence[Row]) -> list[list[str]] | None:
     """Returns for each row the text of each token of its answer. Returns None and prints a note if the run's
     tokenizer is missing or does not reproduce the stored text."""
     try:
@@ -103,14 +103,14 @@ def token_texts(folder: Path, row: Row) -> list[str]:
     """Returns the text of each token after the prompt. Raises ValueError if the run's tokenizer cannot be
     used or does not reproduce the stored text."""
     start = prompt_length(row)
-    texts = decode_each(tokenizer_of(folder), row["token_ids"][start:], after=row["token_ids"][:start])
+    texts = decode_each(load_run_tokenizer(folder), row["token_ids"][start:], after=row["token_ids"][:start])
     if row.get("response") not in (None, "".join(texts)):
         raise ValueError("the tokenizer is not the run's, because it decodes the answer differently")
     return texts
 
 
 @cache
-def tokenizer_of(folder: Path) -> Any:
+def load_run_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer of the model that the policy started from, or else of the final model. Raises
     UsageError if neither exists."""
     from openrlhf.api import RunFolder, load_tokenizer  # imports transformers

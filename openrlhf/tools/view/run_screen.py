@@ -188,7 +188,7 @@ class Sparkline:
 def timeline(run: FollowedRun) -> RenderableType | None:
     """Returns the panel with a bar for each of the last steps, in which each phase has a letter and a colour.
     None if no step has times."""
-    rows = [(step, phases_of(m)) for step, m in run.steps.items() if "timing/step_total" in m]
+    rows = [(step, sum_phases(m)) for step, m in run.steps.items() if "timing/step_total" in m]
     rows = rows[-TIMELINE_STEPS:]
     if not rows:
         return None
@@ -214,7 +214,7 @@ def timeline(run: FollowedRun) -> RenderableType | None:
     return Panel(Group(table, legend), title="phases of the last steps", title_align="left")
 
 
-def phases_of(metrics: "Metrics") -> "Metrics":
+def sum_phases(metrics: "Metrics") -> "Metrics":
     """Returns the seconds of each phase of a step, and of the time outside all phases if phases do not
     overlap."""
     phases = {

@@ -59,16 +59,19 @@ class Viewer:
         self, folders: Sequence[Path], token_texts: TokenTexts, *, cache: Path | None = None
     ) -> None:
         self.folders = list(folders)
-        self.names = names_of(folders)
+        self.names = name_runs(folders)
         self.index = Index(folders, cache=cache)
         self.metrics = [Metrics(RunFolder(folder).metrics_path) for folder in folders]
         self._token_texts = token_texts
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the runs, from which the page, by polling, sees whether there are new data."""
-        return {"runs": [self._state_of(i) for i in range(len(self.folders))], "error": self.index.error}
+        return {
+            "runs": [self._describe_state(i) for i in range(len(self.folders))],
+            "error": self.index.error,
+        }
 
-    def _state_of(self, i: int) -> dict[str, Any]:
+    def _describe_state(self, i: int) -> dict[str, Any]:
         metrics, indexed, problem = self.metrics[i], self.index.runs[i], ""
         try:
             metrics.update()
@@ -176,8 +179,8 @@ def build_app(viewer: Viewer, token: str) -> FastAPI:
         viewer.index.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.include_router(page_of(), prefix=f"/{token}")
-    app.include_router(api_of(viewer), prefix=f"/{token}/api")
+    app.include_router(build_page(), prefix=f"/{token}")
+    app.include_router(build_api(viewer), prefix=f"/{token}/api")
 
     @app.exception_handler(UsageError)
     async def refuse(request: Request, error: UsageError) -> Response:
@@ -199,7 +202,7 @@ def build_app(viewer: Viewer, token: str) -> FastAPI:
     return app
 
 
-def page_of() -> APIRouter:
+def build_page() -> APIRouter:
     router = APIRouter()
     files = {name: STATIC / name for name in ("app.js", "colours.css", "style.css")}
     files["plotly.min.js"] = plotly_js()
@@ -215,7 +218,7 @@ def page_of() -> APIRouter:
     return router
 
 
-def api_of(viewer: Viewer) -> APIRouter:
+def build_api(viewer: Viewer) -> APIRouter:
     router = APIRouter()
     answers: dict[str, Callable[..., Any]] = {
         "state": viewer.state,
@@ -263,7 +266,7 @@ def plotly_js() -> Path:
     return Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
+def name_runs(folders: Sequence[Path]) -> list[str]:
     """Returns a name for each run: the last parts of its folder's path, as many as make the names differ."""
     paths = [folder.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths)):

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.api import counted
-from openrlhf.tools.view.followed_run import runs_of
+from openrlhf.tools.view.followed_run import find_runs
 from openrlhf.tools.view.rollouts import token_texts
 from openrlhf.tools.view.server import Viewer, bind, serve
 
 
 def run(paths: Sequence[Path], port: int, opens_browser: bool) -> None:
     """Serves the page of the runs in these folders until Ctrl-C."""
-    folders = runs_of(paths)
+    folders = find_runs(paths)
     bound = bind(port)
 
     def say(address: str) -> None:

@@ -31,7 +31,7 @@ from openrlhf.tools.plan.flags import data as preview
 from openrlhf.tools.serve import interactive_chat
 from openrlhf.tools.serve.flags import chat
 from openrlhf.tools.serve.scoring import TextScorer
-from openrlhf.tools.serve.server import text_of
+from openrlhf.tools.serve.server import prepare_text
 from openrlhf.utils import prompt_token_ids
 
 WRITES_FIRST = "{{ bos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
@@ -234,7 +234,7 @@ def test_a_served_reward_model(is_chat):
             rows.append(input.token_ids.tolist())
             return torch.zeros(1)
 
-    TextScorer(Model(1, 1), TINY, max_len=64, max_tokens=100)([text_of("2 + 2", "", is_chat)])
+    TextScorer(Model(1, 1), TINY, max_len=64, max_tokens=100)([prepare_text("2 + 2", "", is_chat)])
     assert rows == [[*prompt_token_ids(TINY, "2 + 2", is_chat=is_chat), TINY.eos_token_id]]
 
 

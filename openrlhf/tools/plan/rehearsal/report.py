@@ -11,14 +11,14 @@ from openrlhf.api import readable
 from openrlhf.tools.plan.estimate import RunPlan, suggestion
 from openrlhf.tools.plan.rehearsal.settings import not_rehearsed
 from openrlhf.tools.plan.rehearsal.stages import FAILED, OK, Rehearsal
-from openrlhf.tools.plan.view import GIB, batch_lines, binding_lines, console_of
+from openrlhf.tools.plan.view import GIB, batch_lines, binding_lines, build_console
 
 STYLES = {OK: "green", FAILED: "bold red"}
 
 
 def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
     """Prints the stages, the features that were not rehearsed, and the plan."""
-    console = console_of(stream)
+    console = build_console(stream)
     say = lambda text, style="": console.print(Text(readable(text), style=style), soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("stage", "outcome", "seconds", "evidence"):
@@ -49,7 +49,7 @@ def _figures(rehearsal: Rehearsal) -> Iterator[str]:
         return
     yield f"\nplan of the run on {plan.cluster}"
     if small is not None:
-        for (name, rehearsed), (_, whole) in zip(_of_plan(small), _of_plan(plan), strict=True):
+        for (name, rehearsed), (_, whole) in zip(_list_changes(small), _list_changes(plan), strict=True):
             yield f"  {name:<28} {whole:>16}   rehearsed with {rehearsed}"
     suggested = None
     if not plan.fits:
@@ -58,7 +58,7 @@ def _figures(rehearsal: Rehearsal) -> Iterator[str]:
         yield f"  {line}"
 
 
-def _of_plan(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _list_changes(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yields (name, value) of the numbers that a rehearsal makes smaller."""
     first = next(iter(plan.sizes.values()))
     yield "parameters", f"{first.parameters:,}"
@@ -79,5 +79,5 @@ def as_data(rehearsal: Rehearsal, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         "stages": [asdict(stage) for stage in rehearsal.stages],
         "not_rehearsed": [] if small is None else [*not_rehearsed(rehearsal.config, small)],
-        **{name: None if plan is None else dict(_of_plan(plan)) for name, plan in plans.items()},
+        **{name: None if plan is None else dict(_list_changes(plan)) for name, plan in plans.items()},
     }

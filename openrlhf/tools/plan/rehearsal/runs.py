@@ -60,13 +60,13 @@ def run_command(
         try:
             code = run_job(words, file, ranks=ranks, environment=environment, timeout=TIMEOUT, tick=tick)
         except TimeoutError as error:
-            raise RunFailedError(f"it was ended after {TIMEOUT:.0f} s; {_end_of(log)}") from error
+            raise RunFailedError(f"it was ended after {TIMEOUT:.0f} s; {_read_end(log)}") from error
     if code:
-        raise RunFailedError(f"it ended with code {code}; {_end_of(log)}")
+        raise RunFailedError(f"it ended with code {code}; {_read_end(log)}")
     return Result(folder=folder, seconds=time.monotonic() - started)
 
 
-def _end_of(log: Path) -> str:
+def _read_end(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     shown = lines[errors[0] : errors[0] + LINES] if errors else lines[-LINES:]

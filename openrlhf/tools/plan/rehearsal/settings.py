@@ -53,7 +53,7 @@ class Scale:
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (f" ({split} parallel)" if split else "")
 
 
-def scale_of(config: Any, ranks: int) -> Scale:
+def choose_scale(config: Any, ranks: int) -> Scale:
     """Returns the scale with which a run of this number of ranks is rehearsed: one or two ranks. Two ranks
     are sequence parallel if the run is, else tensor parallel if the run is, else data parallel."""
     ds, rl = config.ds, isinstance(config, PPOConfig)

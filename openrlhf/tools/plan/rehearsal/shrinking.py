@@ -68,7 +68,7 @@ def shrunk_model(path: str, flag: str, folder: Path, *, seed: int, scores: bool,
         small = shrunk_config(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = _class_of(small, scores=scores)(small).to(torch.float32)
+            model = _find_class(small, scores=scores)(small).to(torch.float32)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError) as error:
         text = (
             f"its architecture ({config.model_type}) cannot be shrunk: {first_line(error)}.\n"
@@ -229,7 +229,7 @@ def _shrink_encoder(values: dict[str, Any], hidden: int) -> None:
         values["initializer_range"] = INIT
 
 
-def _class_of(config: Any, *, scores: bool) -> Any:
+def _find_class(config: Any, *, scores: bool) -> Any:
     """Returns the class of the model: with `scores` a sequence classifier with one label, else the class that
     config.json names, or a causal language model."""
     if scores:

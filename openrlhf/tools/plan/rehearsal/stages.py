@@ -79,7 +79,7 @@ class Rehearsal:
     def scale(self) -> settings.Scale:
         """Numbers of processes of the rehearsed run, derived from the ranks of the real one."""
         ranks = self.config.actor.num_gpus if self.is_rl else self.cluster.devices
-        return settings.scale_of(self.config, ranks)
+        return settings.choose_scale(self.config, ranks)
 
     def run(self) -> None:
         """Runs all stages. A failure ends only the stages that need its result."""

@@ -25,7 +25,7 @@ from openrlhf.tools.doctor import doctor, flags, stacks
 from openrlhf.tools.doctor.diagnose import diagnose
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord
-from openrlhf.tools.doctor.stacks import Frame, Stack, doing, of_file, waiting
+from openrlhf.tools.doctor.stacks import Frame, Stack, doing, read_stacks, waiting
 
 STEPS = 40
 NOISE = np.random.default_rng(0).normal(size=STEPS) * 0.01
@@ -339,7 +339,7 @@ it does not answer"""
 def test_stacks_tell_who_waits_for_whom(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY)
     (run / "stacks.txt").write_text(STACKS)
-    driver, first, second, engine = of_file(run / "stacks.txt")
+    driver, first, second, engine = read_stacks(run / "stacks.txt")
     assert doing(driver) == "waits for calls to other processes, in result (cluster/pending.py:20)"
     assert "all_reduce" in doing(first)
     assert doing(second) == "is in forward (training/worker.py:200)"

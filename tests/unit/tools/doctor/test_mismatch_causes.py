@@ -358,7 +358,7 @@ def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch:
     run = RunRecord.of(build(tmp_path, stale_weights))
     measured = mismatch.measure_mismatch(run)
     assert measured is not None
-    listed = mismatch_causes.checkpoints_of
+    listed = mismatch_causes.find_checkpoints
 
     def deleted(folder: Path) -> dict[int, str]:
         found = listed(folder)
@@ -366,7 +366,7 @@ def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch:
             shutil.rmtree(path)
         return found
 
-    monkeypatch.setattr(mismatch_causes, "checkpoints_of", deleted)
+    monkeypatch.setattr(mismatch_causes, "find_checkpoints", deleted)
     examined, _ = mismatch_causes.examine(measured, None, deadline=math.inf)
     assert examined is not None
     assert examined.policy.path == examined.first and not examined.is_trainers

@@ -15,7 +15,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan import init
 from openrlhf.tools.plan.flags import check, invocation
-from openrlhf.tools.plan.hardware import cluster_of, this_machine
+from openrlhf.tools.plan.hardware import parse_cluster, this_machine
 from openrlhf.tools.plan.init import ALGORITHMS, RECIPES, quoted, render
 
 sys.path.append(str(Path(__file__).parents[4] / "tools"))
@@ -46,7 +46,7 @@ def flags(what: str, **more: object) -> list[str]:
 
 def read(what: str, gpus: int) -> dict:
     """Returns the flags of run.yaml, as the command understands them on so many GPUs."""
-    cluster = cluster_of(f"{max(1, gpus // 8)}x{min(gpus, 8)}xH100") if gpus else this_machine()
+    cluster = parse_cluster(f"{max(1, gpus // 8)}x{min(gpus, 8)}xH100") if gpus else this_machine()
     command, words = command_and_flags([RECIPES[what].command, "run.yaml"], "openrlhf plan")
     return flag_values(invocation(command, words, cluster).config)
 

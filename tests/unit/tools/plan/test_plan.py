@@ -24,7 +24,7 @@ from openrlhf.models.sizes import model_size
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan import flags
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, _remedies, plan_run, spelled, suggestion
-from openrlhf.tools.plan.hardware import REPORTED, Cluster, cluster_of, cores, with_measured
+from openrlhf.tools.plan.hardware import REPORTED, Cluster, cores, parse_cluster, with_measured
 from openrlhf.tools.plan.time import forward_flops, largest_batch, training_flops
 from openrlhf.tools.plan.view import batch_lines, duration, show
 
@@ -193,7 +193,7 @@ def test_float32_on_a_cpu_against_a_pass(folders: dict[str, str]) -> None:
 def test_a_kv_cache_has_the_dtype_of_the_model(folders: dict[str, str], dtype: str, starved: bool) -> None:
     """A sequence of 2,048 tokens has 0.25 GiB of keys and values in bf16."""
     flags = {"vllm.kv_cache_gb": 0.3, "ds.param_dtype": dtype}
-    _, plan = planned(ppo_flags(folders["8b"], **flags), cluster_of("8xH100-80GB"))
+    _, plan = planned(ppo_flags(folders["8b"], **flags), parse_cluster("8xH100-80GB"))
     assert plan.lengths.prompt + plan.lengths.longest <= 2048
     assert plan.starved is starved
 
@@ -202,7 +202,7 @@ def test_all_reward_models_are_in_memory(folders: dict[str, str]) -> None:
     flags = {"algo.kl.init_coef": 0, "reward.model_name_or_path": f"{folders['8b']},{folders['8b']}"}
     words = [word for word in ppo_flags(folders["tiny"], **flags) if "remote_url" not in word]
     words.remove("http://127.0.0.1:5000")
-    _, plan = planned(words, cluster_of("8xH100-80GB"))
+    _, plan = planned(words, parse_cluster("8xH100-80GB"))
     sampling = next(demand for demand in plan.memory if demand.phase == "generate")
     scorer, tiny = B8 - 128256 * 4096 + 4096, plan.sizes["actor"].parameters
     assert plan.sizes["reward"].parameters == 2 * scorer
@@ -220,10 +220,10 @@ def test_all_reward_models_are_in_memory(folders: dict[str, str]) -> None:
 def test_a_weight_sync_has_buckets_of_its_transport(
     folders: dict[str, str], more: dict[str, Any], bucket: int
 ) -> None:
-    _, plan = planned(ppo_flags(folders["8b"], **more), cluster_of("8xH100-80GB"))
+    _, plan = planned(ppo_flags(folders["8b"], **more), parse_cluster("8xH100-80GB"))
     sync = next(demand for demand in plan.memory if demand.phase == "sync")
     assert sync.parts["buffers"] == 4 * bucket
-    _, plan = planned(ppo_flags(folders["tiny"], **more), cluster_of("8xH100-80GB"))
+    _, plan = planned(ppo_flags(folders["tiny"], **more), parse_cluster("8xH100-80GB"))
     sync = next(demand for demand in plan.memory if demand.phase == "sync")
     assert sync.parts["buffers"] == 4 * 2 * plan.sizes["actor"].parameters
 
@@ -243,7 +243,7 @@ def test_operations_by_hand(folders: dict[str, str]) -> None:
 def test_seconds_of_an_sft_step_by_hand(folders: dict[str, str]) -> None:
     words = f"{FLAG} {folders['8b']} --data.dataset org/rows --data.output_key a --data.max_len 4096".split()
     words += ["--train.batch_size", "64", "--model.gradient_checkpointing_enable"]
-    _, plan = planned(words, cluster_of("8xH100"), SFT, response=2048)
+    _, plan = planned(words, parse_cluster("8xH100"), SFT, response=2048)
     flops = 4 * 64 * 2048 * (2 * (B8 - 128256 * 4096) + 2 * 32 * 4096 * 2048)
     sent = 2 * 2 * B8 / (0.7 * 450e9)
     assert plan.time[0].seconds == pytest.approx(flops / (8 * 989.4e12 * 0.4) + sent)
@@ -262,7 +262,7 @@ def test_batches_by_hand(folders: dict[str, str]) -> None:
         "--ds.ring_attn_size",
         "2",
     ]
-    cluster = cluster_of("8xH100-80GB")
+    cluster = parse_cluster("8xH100-80GB")
     _, plan = planned(words, cluster, prompt=500, response=1500, rows=1000)
     b = plan.batches
     assert (b.prompts, b.samples, b.updates, b.batch_size) == (128, 1024, 4, 256)
@@ -275,7 +275,7 @@ def test_lines_of_a_dataset_are_counted(folders: dict[str, str], tmp_path: Path)
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "a"}\n\n{"input": "b"}\n{"input": "c"}')
     words = f"{FLAG} {folders['tiny']} --data.dataset {file} --data.output_key a --train.batch_size 2".split()
-    _, plan = planned([*words, "--train.max_epochs", "2"], cluster_of("1xA10"), SFT)
+    _, plan = planned([*words, "--train.max_epochs", "2"], parse_cluster("1xA10"), SFT)
     assert plan.batches.rows == 3 and plan.batches.steps == 4
 
 
@@ -283,23 +283,23 @@ def test_lines_of_a_dataset_are_counted(folders: dict[str, str], tmp_path: Path)
 
 
 def test_clusters_are_read() -> None:
-    eight = cluster_of("8x8xH100-80GB")
+    eight = parse_cluster("8x8xH100-80GB")
     assert (eight.nodes, eight.per_node, eight.kind.flops) == (8, 8, 989.4e12)
     assert eight.kind.memory == 80 * REPORTED and str(eight) == "8 x 8 H100 80 GB"
-    assert cluster_of("4xa100-40gb").kind.memory_rate == 1555e9
-    assert cluster_of("2xH100-NVL").kind.memory == 94 * REPORTED
-    assert cluster_of("128x8xB200").devices == 1024
+    assert parse_cluster("4xa100-40gb").kind.memory_rate == 1555e9
+    assert parse_cluster("2xH100-NVL").kind.memory == 94 * REPORTED
+    assert parse_cluster("128x8xB200").devices == 1024
     assert eight.rate_between(8) == 450e9 and eight.rate_between(9) == 50e9
     for wrong in ("8", "8x8", "0xH100", "8xH100-80", "8xQuantum9"):
         with refusals.refused(ErrorCode.INVALID_VALUE, flag="--cluster", value=wrong):
-            cluster_of(wrong)
+            parse_cluster(wrong)
 
 
 @pytest.mark.parametrize(
     ("kind", "largest"), [("H100-80GB", 1024), ("A100-80GB", 256), ("L40S", 256), ("B200", 1024)]
 )
 def test_an_engine_samples_as_many_sequences_as_vllm_does_by_default(kind: str, largest: int) -> None:
-    assert largest_batch(cluster_of(f"8x{kind}").kind) == largest
+    assert largest_batch(parse_cluster(f"8x{kind}").kind) == largest
 
 
 def test_measured_rates_replace_the_data_sheet(tmp_path: Path) -> None:
@@ -309,13 +309,13 @@ def test_measured_rates_replace_the_data_sheet(tmp_path: Path) -> None:
         {"stage": "sft-0.6B", "figures": {"ours MFU, % of the data sheet": 31.0}},
     ]
     file.write_text(json.dumps({"rehearsal": False, "stages": stages}))
-    kind = with_measured(cluster_of("1xH100"), file).kind
+    kind = with_measured(parse_cluster("1xH100"), file).kind
     assert kind.memory_rate == 2.8e12 and kind.mfu == 0.31
     file.write_text(json.dumps({"rehearsal": True, "stages": stages}))
     with refusals.refused(ErrorCode.INVALID_VALUE, flag="--rates"):
-        with_measured(cluster_of("1xH100"), file)
+        with_measured(parse_cluster("1xH100"), file)
     with refusals.refused(ErrorCode.NOT_FOUND, flag="--rates"):
-        with_measured(cluster_of("1xH100"), tmp_path / "none.json")
+        with_measured(parse_cluster("1xH100"), tmp_path / "none.json")
 
 
 # ---- whole plans
@@ -336,7 +336,7 @@ LONG = {"data.max_len": 8192, "train.dynamic_batch_enable": "true", "train.max_t
     ],
 )
 def test_a_suggestion_fits(folders: dict[str, str], model: str, cluster: str, more: dict) -> None:
-    described = cluster_of(cluster)
+    described = parse_cluster(cluster)
     words = ppo_flags(folders[model], **more)
     config, plan = planned(words, described)
     assert not plan.fits
@@ -351,7 +351,7 @@ def test_a_suggestion_fits(folders: dict[str, str], model: str, cluster: str, mo
 
 
 def test_the_cheapest_changes_come_first(folders: dict[str, str]) -> None:
-    cluster = cluster_of("8xH100-80GB")
+    cluster = parse_cluster("8xH100-80GB")
     config, _ = planned(ppo_flags(folders["8b"]), cluster)
     assert [*_remedies(config, cluster)][:6] == [
         (("vllm.enable_sleep", True),),
@@ -366,13 +366,13 @@ def test_the_cheapest_changes_come_first(folders: dict[str, str]) -> None:
 
 
 def test_nothing_fits_a_70b_on_one_small_gpu(folders: dict[str, str]) -> None:
-    cluster = cluster_of("1xA10G")
+    cluster = parse_cluster("1xA10G")
     config, plan = planned(ppo_flags(folders["70b"], **{"train.batch_size": 128}), cluster)
     assert not plan.fits and suggestion(PPO, config, cluster, Assumed()) is None
 
 
 def test_flags_change_the_memory_in_the_right_direction(folders: dict[str, str]) -> None:
-    cluster = cluster_of("8xH100-80GB")
+    cluster = parse_cluster("8xH100-80GB")
 
     def total(phase: str, **more: Any) -> float:
         _, plan = planned(ppo_flags(folders["8b"], **more), cluster)
@@ -389,7 +389,7 @@ def test_flags_change_the_memory_in_the_right_direction(folders: dict[str, str])
 
 def test_supervised_commands(folders: dict[str, str]) -> None:
     words = f"{FLAG} {folders['8b']} --data.dataset org/rows --train.batch_size 64".split()
-    cluster = cluster_of("8xH100-80GB")
+    cluster = parse_cluster("8xH100-80GB")
     _, sft = planned([*words, "--data.max_len", "512", "--data.output_key", "a"], cluster, SFT)
     _, dpo = planned(words, cluster, DPO)
     assert dpo.sizes.keys() == {"model", "ref"} and dpo.batches.samples == 128
@@ -400,7 +400,7 @@ def test_supervised_commands(folders: dict[str, str]) -> None:
 
 def test_fewer_rows_than_a_batch(folders: dict[str, str]) -> None:
     """5 prompts of 8 samples: a step and its optimizer step have 40 samples, not 1,024."""
-    cluster = cluster_of("8xH100-80GB")
+    cluster = parse_cluster("8xH100-80GB")
     _, few = planned(ppo_flags(folders["8b"], **SLEEP), cluster, rows=5)
     assert (few.batches.prompts, few.batches.samples, few.batches.batch_size) == (5, 40, 40)
     assert (few.batches.updates, few.batches.steps) == (1, 1)
@@ -421,7 +421,7 @@ def test_lengths_are_assumed_only_if_they_are_unknown(folders: dict[str, str]) -
         ({"prompt": 20}, "prompt 20 + response 1,014 (assumed)"),
         ({"prompt": 20, "response": 30}, "prompt 20 + response 30"),
     ):
-        _, plan = planned(flags, cluster_of("8xH100-80GB"), **given)
+        _, plan = planned(flags, parse_cluster("8xH100-80GB"), **given)
         assert next(line for line in batch_lines(plan) if "tokens of a sample" in line).endswith(said)
 
 

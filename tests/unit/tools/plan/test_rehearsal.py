@@ -25,7 +25,7 @@ from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan.estimate import Assumed, plan_run
 from openrlhf.tools.plan.flags import invocation, run_on
 from openrlhf.tools.plan.flags import rehearse as rehearse_command
-from openrlhf.tools.plan.hardware import cluster_of, cores
+from openrlhf.tools.plan.hardware import cores, parse_cluster
 from openrlhf.tools.plan.rehearsal import settings, stages
 from openrlhf.tools.plan.rehearsal.export import reloaded
 from openrlhf.tools.plan.rehearsal.full_size import check_mesh, simulate
@@ -42,7 +42,7 @@ from openrlhf.tools.plan.rehearsal.shrinking import shrunk_model
 from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal
 from openrlhf.tools.plan.rehearse import Progress
 
-NODES = cluster_of("8x8xH100")
+NODES = parse_cluster("8x8xH100")
 RL = {
     "data.prompt_dataset": "rows.jsonl",
     "data.label_key": "answer",
@@ -115,7 +115,7 @@ def small_run(config: Any, ranks: int) -> Any:
         for key, value in flag_values(config).items()
         if key.endswith("model_name_or_path") and value
     }
-    small = settings.rehearsed(config, settings.scale_of(config, ranks), Path("tmp"), models)
+    small = settings.rehearsed(config, settings.choose_scale(config, ranks), Path("tmp"), models)
     small = settings.with_values(small, rows_for(small, Path("tmp/data")))
     return settings.in_folders(small, Path("tmp"), "run")
 
@@ -128,7 +128,7 @@ def test_nothing_of_the_users_folders_remains(name: str, flags: dict[str, str]) 
     Path("flags.yaml").write_text(text)
     assert "theirs" not in text and "model_name_or_path: model" not in text
     assert small.logger.trackers is None
-    again = invocation(command, ["--config", "flags.yaml"], cluster_of("2xH100")).config
+    again = invocation(command, ["--config", "flags.yaml"], parse_cluster("2xH100")).config
     assert flag_values(again) == flag_values(small)
     changed = {key for key, value in flag_values(config).items() if flag_values(small)[key] != value}
     kept = {key for key in flags if key not in changed}
@@ -166,7 +166,7 @@ def test_sizes_of_a_rehearsed_rl_run() -> None:
 )
 def test_scales(flags: dict[str, str], ranks: int, expected: tuple[int, int, int]) -> None:
     some = {"data.dataset": "rows.jsonl", "data.output_key": "answer"}
-    scale = settings.scale_of(configured("sft", some, **flags)[1], ranks)
+    scale = settings.choose_scale(configured("sft", some, **flags)[1], ranks)
     assert (scale.ranks, scale.sequence, scale.tensor) == expected
 
 
@@ -391,7 +391,7 @@ def test_what_stages_find_in_runs(
 
     def run_command(command: str, flags: Path, folder: Path, *, ranks: int, tick: Any) -> Result:
         tick(5.0)
-        config = invocation(sft, ["--config", str(flags)], cluster_of(f"{ranks}xH100")).config
+        config = invocation(sft, ["--config", str(flags)], parse_cluster(f"{ranks}xH100")).config
         started.append((folder.name, ranks, config))
         own = weight if folder.name == "resumed" else 0.0
         return ran(folder, (GOOD | runs)[folder.name], own)

@@ -13,7 +13,7 @@ from openrlhf.config.commands import SFT
 from openrlhf.config.parse import to_yaml
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.replay import bisect as command
-from openrlhf.tools.replay.compare import bisect, cause_of
+from openrlhf.tools.replay.compare import bisect, describe_cause
 from openrlhf.tools.replay.differences import NUMBER, ORDER, same
 from openrlhf.types import Trajectory, runs
 
@@ -152,7 +152,7 @@ def test_scores_of_an_evaluation_without_samples(pair):
     evaluate(a, 0.25, seed=None)
     evaluate(b, 0.5, seed=None)
     assert first(a, b) == (0, "metrics of the evaluation", "eval/default_score_mean")
-    assert "optimizer" not in cause_of(bisect(a.run, b.run).first)
+    assert "optimizer" not in describe_cause(bisect(a.run, b.run).first)
 
 
 def test_an_optimizer_is_blamed_only_after_the_first_update(pair):
@@ -164,7 +164,7 @@ def test_an_optimizer_is_blamed_only_after_the_first_update(pair):
         (a.folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         found = bisect(a.run, b.run).first
         assert (found.step, found.name) == (step, "metrics")
-        assert ("optimizer" in cause_of(found)) == blamed
+        assert ("optimizer" in describe_cause(found)) == blamed
 
 
 def test_first_tensor_of_a_checkpoint(pair):

@@ -14,7 +14,7 @@ from openrlhf.errors import ErrorCode
 from openrlhf.tools.replay.bisect import run_commits
 from openrlhf.tools.replay.commits import ENTRY, Repository
 from openrlhf.tools.replay.flags import bisect as main
-from openrlhf.tools.replay.rerun import Rerun, environment_of
+from openrlhf.tools.replay.rerun import Rerun, build_environment
 
 COMPUTE = """\
 import json, shutil, sys
@@ -152,7 +152,7 @@ def test_the_code_of_a_commit_is_imported_before_that_of_the_working_folder(reco
         (tmp_path / folder / "openrlhf" / "__init__.py").write_text("")
         (tmp_path / folder / "openrlhf" / "where.py").write_text(f"print({folder!r})\n")
     (tmp_path / "working" / "users.py").write_text("print('users')\n")
-    environment = environment_of(recording.run, tmp_path / "code")
+    environment = build_environment(recording.run, tmp_path / "code")
     environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path / 'working'}"
     with (tmp_path / "log").open("w") as log:
         for module in ("openrlhf.where", "users"):

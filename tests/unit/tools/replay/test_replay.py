@@ -20,7 +20,7 @@ from openrlhf.tools.replay import rerun
 from openrlhf.tools.replay.flags import replay as replay_command
 from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.replay import run as replay
-from openrlhf.tools.replay.rerun import Rerun, compare, configured, environment_of
+from openrlhf.tools.replay.rerun import Rerun, build_environment, compare, configured
 from openrlhf.tools.replay.tensors import compare_checkpoints, have_same_hashes
 from openrlhf.training.collect import StalenessLimit
 from openrlhf.types import Image
@@ -71,13 +71,13 @@ def test_threads_are_those_of_the_run(recording, monkeypatch):
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
     variables = {"versions": {}, "variables": {"OMP_NUM_THREADS": 3, "RANK": "1"}}
     (recording.run.path / "env.json").write_text(json.dumps(variables))
-    found = environment_of(recording.run)
+    found = build_environment(recording.run)
     assert found["OMP_NUM_THREADS"] == "3" and "MKL_NUM_THREADS" not in found
 
 
 def test_processes_of_ray_have_one_thread_unless_the_run_says_otherwise(recording, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment_of(recording.run)["OMP_NUM_THREADS"] == "1"
+    assert build_environment(recording.run)["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_run_of_two_ranks_is_computed_again_by_two(recording, tmp_path, monkeypatch):

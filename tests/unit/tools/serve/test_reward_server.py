@@ -33,7 +33,7 @@ from openrlhf.tools.serve import serve_rm, server
 from openrlhf.tools.serve.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
 from openrlhf.tools.serve.serve_rm import check, load
 from openrlhf.tools.serve.serve_rm import run as serve
-from openrlhf.tools.serve.server import build_app, occurs, read_question, text_of
+from openrlhf.tools.serve.server import build_app, occurs, prepare_text, read_question
 from openrlhf.types import PackedRow
 
 TOKENIZER = tiny_tokenizer()
@@ -109,7 +109,7 @@ def test_a_key_is_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_the_model_reads_of_a_query(query: str, prompt: str, expected: Text) -> None:
-    assert text_of(query, prompt) == expected
+    assert prepare_text(query, prompt) == expected
 
 
 @pytest.mark.parametrize(

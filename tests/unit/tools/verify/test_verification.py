@@ -29,7 +29,7 @@ from openrlhf.tools.verify.compare import Gradient, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
 from openrlhf.tools.verify.rounding import Rounding
 from openrlhf.tools.verify.subjects import Size, shortest
-from openrlhf.tools.verify.verify import _with_layers, subject_of
+from openrlhf.tools.verify.verify import _with_layers, build_subject
 from openrlhf.training.objectives import kto, sft
 from openrlhf.types import ExperienceRow, PackedRow, PairRow
 
@@ -97,7 +97,7 @@ def verified(
         config = parse(command, words.split()).config
 
         init_distributed()
-        findings = list(checks(subject_of(command, config, tmp_path, Size(rows=6)), dtype))
+        findings = list(checks(build_subject(command, config, tmp_path, Size(rows=6)), dtype))
         assert len(findings) == (trainer.number_of_checks(dtype) if count is None else count)
         assert all(finding.claim for finding in findings)
         return {finding.check: finding for finding in findings}

@@ -17,7 +17,7 @@ from openrlhf.observability.journal import journal_steps, read_journal
 from openrlhf.observability.lock import LOCK
 from openrlhf.tools.demo import demo
 from openrlhf.tools.doctor import doctor
-from openrlhf.tools.doctor.mismatch_rows import signs_of
+from openrlhf.tools.doctor.mismatch_rows import compute_signs
 from openrlhf.tools.replay.recorded import RecordedRun
 from openrlhf.tools.view import rollouts, view, watch
 from openrlhf.tools.view.flags import rollouts_parser
@@ -35,7 +35,7 @@ def _replay(folder: Path) -> None:
 
 
 def _view(folder: Path) -> None:
-    (run,) = view.runs_of([folder])
+    (run,) = view.find_runs([folder])
     index = Index([run], cache=folder.parent / "cache")
     while index.update():
         pass
@@ -121,7 +121,7 @@ def test_the_signs_of_equal_halves_are_numbers() -> None:
         difference=gap, sampler=-np.ones(12), trainer=gap - 1, actions=np.arange(12), version=0,
         token_ids=np.arange(13),
     )  # fmt: skip
-    signs = signs_of([row])  # type: ignore[list-item]
+    signs = compute_signs([row])  # type: ignore[list-item]
     assert signs.growth == 0 and np.isfinite([signs.size, signs.bias, signs.curve]).all()
 
 

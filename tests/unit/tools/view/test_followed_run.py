@@ -30,7 +30,7 @@ from openrlhf.tools.view import followed_run
 from openrlhf.tools.view.flags import watch as watch_command
 from openrlhf.tools.view.followed_run import FollowedRun, find_run, is_locked
 from openrlhf.tools.view.metrics import Tail
-from openrlhf.tools.view.run_screen import Sparkline, chosen_metrics, frame, phases_of
+from openrlhf.tools.view.run_screen import Sparkline, chosen_metrics, frame, sum_phases
 
 TIMES = {"timing/generate": 6.0, "timing/update": 3.0, "timing/step_total": 10.0}
 
@@ -241,8 +241,8 @@ def test_frames_fit(folder: Path, width: int, height: int | None) -> None:
 
 
 def test_a_phase_outside_all_phases_is_other() -> None:
-    assert phases_of(TIMES) == {"generate": 6.0, "update": 3.0, "other": 1.0}
-    assert phases_of({"timing/a": 3.0, "timing/generate": 8.0, "timing/step_total": 9.0}) == {
+    assert sum_phases(TIMES) == {"generate": 6.0, "update": 3.0, "other": 1.0}
+    assert sum_phases({"timing/a": 3.0, "timing/generate": 8.0, "timing/step_total": 9.0}) == {
         "generate": 8.0,
         "a": 3.0,
     }

@@ -21,7 +21,7 @@ from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.text import decode, decode_each
 from openrlhf.tools.view import rollouts
 from openrlhf.tools.view.flags import rollouts as rollouts_command
-from openrlhf.tools.view.rollout_view import BAD, GOOD, NOT_CHOSEN, coloured, legend, style_of
+from openrlhf.tools.view.rollout_view import BAD, GOOD, NOT_CHOSEN, choose_style, coloured, legend
 from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
 
 BYTES, LLAMA = tiny_tokenizer(), llama_2_style()
@@ -204,10 +204,10 @@ def test_without_the_tokenizer_of_the_run(folder, capsys, monkeypatch, break_it)
 def test_what_the_colours_say():
     """Strength shows the advantage, dim text the probability; tokens that the policy did not choose have no
     colour."""
-    assert style_of(2.0, -0.1, 2.0) == f"white on {GOOD[3]}"
-    assert style_of(0.001, -0.1, 2.0) == f"white on {GOOD[0]}"
-    assert style_of(-1.0, -0.7, 2.0) == f"white on {BAD[1]} dim"
-    assert style_of(0.0, -0.6, 2.0) == "" and style_of(float("nan"), -0.7, 2.0) == "dim"
+    assert choose_style(2.0, -0.1, 2.0) == f"white on {GOOD[3]}"
+    assert choose_style(0.001, -0.1, 2.0) == f"white on {GOOD[0]}"
+    assert choose_style(-1.0, -0.7, 2.0) == f"white on {BAD[1]} dim"
+    assert choose_style(0.0, -0.6, 2.0) == "" and choose_style(float("nan"), -0.7, 2.0) == "dim"
     row = {
         "token_ids": [1, 2, 3, 4, 5],
         "action_ranges": [{"start": 1, "end": 2}, {"start": 3, "end": 5}],

@@ -27,7 +27,7 @@ from openrlhf.observability.selection import thinned
 from openrlhf.tools.view import flags, index, rollout, view
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.search import Search, choices, errors, find
-from openrlhf.tools.view.server import MOST_POINTS, STATIC, Viewer, bind, build_app, names_of
+from openrlhf.tools.view.server import MOST_POINTS, STATIC, Viewer, bind, build_app, name_runs
 from openrlhf.types import Image, Prompt
 
 TOKEN = "secret"
@@ -396,7 +396,7 @@ def test_runs_are_compared(tmp_path, viewer_of):
     (second / "config.yaml").write_text("actor:\n  lr: 2.0\nseed: 1\n")
     (second / "health.jsonl").write_text('{"step": 3, "text": "odd"}\n')
     viewer = viewer_of(first, second)
-    assert viewer.names == ["a/run", "b/run"] == names_of([first, second])
+    assert viewer.names == ["a/run", "b/run"] == name_runs([first, second])
     assert viewer.comparison() == {
         "flags": {"actor.lr": ["1.0", "2.0"]},
         "warnings": [[], [{"step": 3, "text": "odd"}]],
@@ -407,14 +407,14 @@ def test_runs_are_compared(tmp_path, viewer_of):
 
 def test_the_command_names_what_is_wrong(tmp_path, monkeypatch):
     run = written(tmp_path, "runs/one")
-    assert view.runs_of([run, tmp_path / "runs"]) == [run]
+    assert view.find_runs([run, tmp_path / "runs"]) == [run]
     other = written(tmp_path, "ckpt/deep/runs/two")
     written(tmp_path, "runs/previous/001")  # what a run of the same name has set aside
-    assert view.runs_of([tmp_path]) == [other, run]
-    assert view.runs_of([tmp_path / "runs/previous"]) == [tmp_path / "runs/previous/001"]
+    assert view.find_runs([tmp_path]) == [other, run]
+    assert view.find_runs([tmp_path / "runs/previous"]) == [tmp_path / "runs/previous/001"]
     (tmp_path / "empty").mkdir()
     with refused("not-found", value=tmp_path / "empty"):
-        view.runs_of([tmp_path / "empty"])
+        view.find_runs([tmp_path / "empty"])
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("cluster", flag="--port"):
         bind(taken.getsockname()[1])
     monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "duckdb" else 1)
