@@ -194,7 +194,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (
-        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, Sample, Schedule, Steps, UnpairedExample, present,
+        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, Sample, Schedule, Steps, UnpairedExample, not_none,
         runs as runs_of_version,
     )
     from openrlhf.user_file import UserFiles

@@ -33,6 +33,10 @@ class SamplerMismatch:
     """(A,) age in steps of the weights that sampled each action; None if all are current."""
 
 
+SamplerGap = SamplerMismatch
+"""Its name in files of users that are older."""
+
+
 class Correction(Selectable, ABC):
     """Weights of the actions' losses, through which no gradient flows.
 

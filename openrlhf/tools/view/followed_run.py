@@ -204,7 +204,7 @@ def read_samples(path: Path) -> list[Sample]:
         return file.read(columns).take(chosen).to_pylist()
 
 
-def runs_of(paths: Sequence[Path]) -> list[Path]:
+def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Returns the run folders that paths name: each itself, or those below. Raises UsageError for others."""
     found: list[Path] = []
     for path in paths:
@@ -221,7 +221,7 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
 def find_run(path: Path) -> Path:
     """Returns the run folder that a path names: itself, or the newest run below it. Raises UsageError if
     there is none."""
-    return max(runs_of([path]), key=_last_change)
+    return max(find_runs([path]), key=_last_change)
 
 
 def _last_change(run: Path) -> float:

@@ -211,7 +211,7 @@ def test_the_first_steps_of_supervised_training_are_checked(
     )
     config = SupervisedConfig(train=SupervisedTrainConfig(verify_steps=verify_steps, max_epochs=2))
     mini_batches = SimpleNamespace(shuffle=False)
-    hook = verify.FirstSteps(config=config, engine=None, mesh=None, mini_batches=mini_batches)
+    hook = verify.FirstSteps(config=config, engine=None, mesh=None, windows=mini_batches)
     for step in (5, 6, 7):
         hook.before_step(step, [], None)
     assert checked == [5, 6][:verify_steps]
@@ -219,7 +219,7 @@ def test_the_first_steps_of_supervised_training_are_checked(
 
 def test_the_learning_rate_of_every_supervised_step_is_checked() -> None:
     config = SupervisedConfig(adam=AdamConfig(lr=1e-3), lr_scheduler="constant", lr_warmup_ratio=0.0)
-    hook = verify.FirstSteps(config=config, engine=None, mesh=None, mini_batches=[None] * 10)
+    hook = verify.FirstSteps(config=config, engine=None, mesh=None, windows=[None] * 10)
     hook.after_step(3, {"lr": 1e-3})
     with refused(ErrorCode.BROKEN_INVARIANT) as error:
         hook.after_step(4, {"lr": 2e-3})
