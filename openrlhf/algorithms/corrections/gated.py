@@ -1,6 +1,7 @@
 from typing import Literal
 
 from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
+from openrlhf.algorithms.reductions import segment_mean, spread
 from openrlhf.algorithms.tensor import Tensor
 
 
@@ -26,8 +27,6 @@ class Gated(Correction):
     gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
 
     def __call__(self, mismatch: SamplerMismatch) -> Tensor:
-        from openrlhf.algorithms.reductions import segment_mean, spread
-
         ratio, (low, high) = mismatch.log_ratio.exp(), mismatch.bounds
         if self.mode == "clip":
             return ratio.clamp(low, high)

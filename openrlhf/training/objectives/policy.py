@@ -151,7 +151,8 @@ class PolicyObjective:
             metrics[masked] = token_mean((weights == 0).float(), norm)
         loss = metrics["policy/loss"] = contribution(policy_loss)
         if self.kl_coef > 0:
-            metrics["policy/kl_loss"] = contribution(self._kl(batch, output.log_probs, proximal))
+            kl = self._kl(batch, output.log_probs, proximal)
+            metrics["policy/kl_loss"] = contribution(kl)
             loss = loss + self.kl_coef * metrics["policy/kl_loss"]
         if output.entropy is not None:
             metrics["policy/entropy"] = token_mean(output.entropy, norm)
