@@ -147,7 +147,7 @@ def _ignored_by_algorithm(c: PPOConfig) -> Iterator[checks.IgnoredFlags]:
         yield f"{keys}algo.kl.unbiased_gradient", "without a KL penalty (algo.kl.init_coef 0)"
         yield "ref. train.colocate_actor_ref", "without a reference model (algo.kl.init_coef 0)"
     elif c.algo.kl.ref == "rollout":
-        keys = "ref. train.colocate_actor_ref algo.kl.target algo.kl.horizon algo.kl.unbiased_gradient"
+        keys = "ref. train.colocate_actor_ref algo.kl.unbiased_gradient"
         yield keys, "with --algo.kl.ref rollout, which compares the policy with the one that sampled"
     elif not c.algo.kl.use_loss:
         yield "algo.kl.unbiased_gradient", "without --algo.kl.use_loss: a reward has no gradient"
@@ -484,6 +484,9 @@ def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     if kl.init_coef > 0 and kl.ref == "rollout" and not kl.use_loss:
         text = "is a term of the loss; add --algo.kl.use_loss --algo.kl.estimator k3, or use model"
         yield Problem("algo.kl.ref", text)
+    if kl.init_coef > 0 and kl.ref == "rollout" and kl.target is not None:
+        text = "adapts the weight to the KL from the reference model; remove it, or use --algo.kl.ref model"
+        yield Problem("algo.kl.target", text)
     if kl.init_coef == 0 or not {"algo.kl.estimator", "algo.kl.use_loss"} & set(explicit):
         return
     has_gradient = KL_ESTIMATORS[kl.estimator].has_gradient

@@ -14,7 +14,7 @@ from refusals import refused
 from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.dcp import TorchReader
 from openrlhf.errors import ErrorCode
-from openrlhf.types import Image, Prompt, PromptGroup
+from openrlhf.types import Image, Nuclei, Prompt, PromptGroup
 
 
 class Malicious:
@@ -63,3 +63,13 @@ def test_the_list_of_contents_of_torch_is_read_without_running_code(tmp_path: Pa
     with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path / ".metadata"):
         TorchReader(tmp_path).read_metadata()
     assert not (tmp_path / "owned").exists()
+
+
+def test_nuclei_are_read_by_the_name_that_they_had(tmp_path: Path) -> None:
+    Nuclei.__qualname__ = "KeptSets"
+    try:
+        torch.save(Nuclei.for_all_tokens(3), tmp_path / "state.pt")
+    finally:
+        Nuclei.__qualname__ = "Nuclei"
+    loaded = pickles.load(tmp_path / "state.pt")
+    assert type(loaded) is Nuclei and loaded.counts.tolist() == [0, 0, 0]

@@ -328,6 +328,7 @@ CHECKS = [
         "--algo.advantage.proximal_policy",
     ),
     (PPO, "--algo.kl.ref rollout", "conflict", "--algo.kl.ref rollout", "--algo.kl.use_loss"),
+    (PPO, f"{SAMPLER} --algo.kl.target 0.1", "conflict", "--algo.kl.target 0.1", "--algo.kl.ref model"),
     (PPO, "--rollout.top_k 1", "conflict", "--rollout.top_k 1", "use 2"),
     (PPO, ["--rollout.stop", "User", ""], "invalid-value", "--rollout.stop User ''", ""),
     (PPO, "--reward.overlong_buffer_len 4096", "conflict", "--reward.overlong_buffer_len 4096.0", ""),
@@ -781,7 +782,6 @@ REMARKS = [
     (PPO, f"{IS}mode clip", f"{IS}mode clip", LEVEL),
     (PPO, f"{IS}threshold 0.5 2", f"{IS}threshold 0.5 2.0", LEVEL),
     (PPO, "--algo.kl.unbiased_gradient", "--algo.kl.unbiased_gradient", "--algo.kl.use_loss"),
-    (PPO, f"{SAMPLER} --algo.kl.target 0.1", "--algo.kl.target 0.1", "--algo.kl.ref rollout"),
     (PPO, f"{SAMPLER} --ref.offload", "--ref.offload", "--algo.kl.ref rollout"),
     (
         PPO,
