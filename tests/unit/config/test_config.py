@@ -978,8 +978,8 @@ def test_the_optimizer_of_a_section_has_the_flags_without_effect_of_any_other(op
 
 
 CHECKED = {
-    checks: ("image_rows", "precision", "common_unread", "template_unread"),
-    supervised_checks: ("_unread", "_pretraining_unread", "_pretraining", "_balance", "_no_dropout"),
+    checks: ("image_rows", "precision", "common_ignored", "template_ignored"),
+    supervised_checks: ("_ignored", "_pretraining_ignored", "_pretraining", "_balance", "_no_dropout"),
     ppo_checks: (
         *(
             "_sources",
@@ -987,8 +987,9 @@ CHECKED = {
             "_skipped_log_probs",
             "_sampling",
             "_asynchronous",
-            "_unread",
-            "_unread_by_algorithm",
+            "_correction",
+            "_ignored",
+            "_ignored_by_algorithm",
         ),
         *("_kl", "_policy_loss"),
     ),
