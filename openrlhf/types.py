@@ -447,9 +447,12 @@ class Batch:
     returns: ActionColumn = None  # (A,) float32
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], version: int | None = None) -> Self:
+    def of(
+        cls, trajectories: Sequence[Trajectory], version: int | None = None, *, by_prompt: bool = False
+    ) -> Self:
         """Concatenates trajectories, at least one. `version`: version of the weights that will be trained on
-        them, from which `staleness` is computed; None: they are the weights that sampled."""
+        them, from which `staleness` is computed; None: they are the weights that sampled. `by_prompt`: with
+        the column `prompts`."""
         return cls(
             token_ids=np.concatenate([t.token_ids for t in trajectories]),
             action_mask=np.concatenate([t.action_mask for t in trajectories]),
@@ -460,6 +463,7 @@ class Batch:
             routing=join_routing(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
             staleness=None if version is None else _staleness(trajectories, version),
+            prompts=_prompts(trajectories) if by_prompt else None,
         )
 
     def __len__(self) -> int:
@@ -497,6 +501,12 @@ class Batch:
 # `is`: the type of `routing` equals this one
 ACTION_COLUMNS = ("rollout_log_probs", *(f.name for f in fields(Batch) if f.type is ActionColumn))
 """Names of the columns of a batch that have a number for each action."""
+
+
+def _prompts(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    numbers: dict[tuple[int, int], int] = {}
+    own = [numbers.setdefault(t.group, len(numbers)) for t in trajectories]
+    return np.repeat(own, [t.num_actions for t in trajectories]).astype(np.int32)
 
 
 def _staleness(trajectories: Sequence[Trajectory], version: int) -> np.ndarray | None:

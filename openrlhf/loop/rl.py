@@ -152,7 +152,9 @@ class PPOTrainer(Generic[PolicyT]):
         with self.observer.phase("logprobs"):
             policy = None if self.config.skips_old_log_probs else self.policy
             models = (policy, self.critic, self.teacher, self.reference)
-            step.batch = with_outputs(Batch.of(finished, step.version), *models, step.number)
+            by_prompt = self.config.actor.aggregates_by_prompt
+            batch = Batch.of(finished, step.version, by_prompt=by_prompt)
+            step.batch = with_outputs(batch, *models, step.number)
         announce(self.hooks, Hook.scored, step)
 
         step.batch, metrics = self.assign_advantages(step.batch, finished)

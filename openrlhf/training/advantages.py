@@ -31,7 +31,6 @@ def compute_advantages(
     kl_coef: float,
     max_new_tokens: int,
     teacher_coef: float = 0.0,
-    by_prompt: bool = False,
 ) -> tuple[Batch, Metrics]:
     """Returns the batch with the advantages and returns of its actions, and metrics. `batch` and
     `samples` describe the same sequences: all successful samples of the step, at least one. Failed samples
@@ -47,7 +46,7 @@ def compute_advantages(
     `kl_coef`: the KL controller's coefficient. `max_new_tokens`: the length limit of the overlong penalty.
     `teacher_coef`: the weight of the reward log p_teacher - log p of each action, with a teacher. This reward
     is minus a one-sample estimate of KL(policy || teacher): on-policy distillation,
-    https://arxiv.org/abs/2306.13649. `by_prompt`: also number the prompts, for a loss that reads them.
+    https://arxiv.org/abs/2306.13649.
     """
     step = step_view(batch, samples, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
     counts, log_probs, ref_log_probs = step.counts, step.log_probs, step.ref_log_probs
@@ -70,9 +69,6 @@ def compute_advantages(
     if estimator.whiten:
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
-    if by_prompt:
-        prompts = step.group_ids[step.episodes].repeat_interleave(counts)
-        batch = replace(batch, prompts=prompts.int().numpy())
     batch = replace(batch, advantages=advantages.numpy(), returns=returns.numpy())
     metrics = _reward_metrics(step.rewards, step.group_ids) | {
         "reward/clipped_fraction": float((clip(shaped, *reward.clip_range) != shaped).double().mean()),
@@ -101,7 +97,6 @@ def advantage_arguments(config: PPOConfig, kl_coef: float) -> dict[str, Any]:
         "kl_coef": kl_coef,
         "max_new_tokens": config.longest_response,
         "teacher_coef": config.teacher.kd_coef,
-        "by_prompt": config.actor.aggregates_by_prompt,
     }
 
 

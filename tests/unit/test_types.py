@@ -288,3 +288,16 @@ def test_groups_in_checkpoints_of_earlier_versions_are_read():
     failed = trajectory(None, (), prompt=prompt, sample_index=1, kept=kept_sets())
     assert group.prompt == prompt
     assert [plain(t) for t in group.trajectories] == [plain(t) for t in (learned, failed)]
+
+
+def test_the_prompts_of_actions_are_numbered_by_group() -> None:
+    """Two prompts of one epoch, and the first of them again in the next."""
+    places = [(7, 0), (3, 0), (7, 1), (7, 0)]
+    counts = [2, 1, 0, 1]
+    samples = [
+        trajectory(token_ids=range(n + 1), action_mask=[False] + [True] * n, prompt_id=prompt, epoch=epoch)
+        for (prompt, epoch), n in zip(places, counts, strict=True)
+    ]
+    batch = Batch.of(samples, by_prompt=True)
+    assert batch.prompts is not None and batch.prompts.tolist() == [0, 0, 1, 0]
+    assert Batch.of(samples).prompts is None

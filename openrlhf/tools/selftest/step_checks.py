@@ -134,7 +134,6 @@ class StepChecks(Hook):
         """Compares advantages, of the batch and of synthetic samples, and changes of the KL coefficient with
         plain formulas."""
         arguments = advantage_arguments(self.config, step.kl.coef)
-        del arguments["by_prompt"]  # numbers of prompts change no advantage
         check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
         synthetic, samples = synthetic_samples(batch, self.config.longest_response)
         if (expected := plain_advantages(synthetic, samples, **arguments)) is not None:

@@ -345,7 +345,8 @@ def join_batch(prompts: list[list[int]], answers: list[list[int]], log_probs: np
 
 
 def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
-    """Adds log-probs that differ a little from the policy's own, and random advantages and returns."""
+    """Adds log-probs that differ a little from the policy's own, random advantages and returns, and prompts
+    of two samples each."""
     own, random = worker.forward(batch), np.random.default_rng(0)
     noise = lambda size: size * random.standard_normal(len(own)).astype(np.float32)
     return replace(
@@ -355,6 +356,7 @@ def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
         ref_log_probs=own + noise(0.3),
         advantages=noise(1.0),
         returns=noise(1.0),
+        prompts=np.repeat(np.arange(len(batch)) // 2, batch.num_actions).astype(np.int32),
     )
 
 

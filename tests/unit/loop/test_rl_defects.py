@@ -660,7 +660,7 @@ def credit_of(
 ) -> tuple[Batch, Metrics]:
     """Returns the credit where the policy's log-prob of every action is -1, and the reference's `log_ratio`
     less."""
-    batch = Batch.of(trajectories)
+    batch = Batch.of(trajectories, by_prompt=True)
     ones = np.ones(batch.num_actions.sum(), np.float32)
     batch = replace(batch, log_probs=-ones, ref_log_probs=(-1 - log_ratio) * ones, values=ones / 2)
     return compute_advantages(
@@ -671,7 +671,6 @@ def credit_of(
         reward=reward or RewardConfig(),
         kl_coef=kl_coef,
         max_new_tokens=8,
-        by_prompt=True,
     )
 
 
