@@ -109,19 +109,19 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
     from openrlhf.heap import freeze as freeze_heap
     from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder, uses_modelscope
-    from openrlhf.loop.datasets import build_train_set, lay_out
     from openrlhf.loop.local import NoEngines, start_local_roles
     from openrlhf.loop.machines import resolve
-    from openrlhf.loop.reference import ComparedTask, reference_path
     from openrlhf.loop.rl_checks import check_files as check_rl_files, check_users_files
     from openrlhf.loop.rl_command import (
         build_trainer as build_rl_trainer, run as run_rl,
     )
-    from openrlhf.loop.supervised_run import SupervisedRun
-    from openrlhf.loop.task import (
-        Task as SupervisedTask, check_files as check_supervised_files, data_notes as supervised_data_notes,
-        load_run_tokenizer, run as run_supervised,
+    from openrlhf.loop.supervised.command import (
+        checked_task as checked_supervised_task, data_notes as supervised_data_notes, run as run_supervised,
     )
+    from openrlhf.loop.supervised.datasets import build_train_set, lay_out
+    from openrlhf.loop.supervised.reference import ComparedTask, reference_path
+    from openrlhf.loop.supervised.run import SupervisedRun
+    from openrlhf.loop.supervised.task import Task as SupervisedTask
     from openrlhf.memory.engines import CPU_KV_CACHE_GB, bucket_size, memory_fraction
     from openrlhf.memory.rows import most_tokens
     from openrlhf.memory.sizes import ITEM_BYTES, ModelSize
@@ -177,6 +177,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.advantages import advantage_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
     from openrlhf.training.evaluate import evaluation_metrics
+    from openrlhf.training.models import load_run_tokenizer
     from openrlhf.training.reward_models import load_reward_model
     from openrlhf.training.objectives.critic import CriticObjective
     from openrlhf.training.objectives.dpo import DPOObjective

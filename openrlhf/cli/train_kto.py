@@ -1,68 +1,23 @@
 """KTO: `python -m openrlhf.cli.train_kto`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from openrlhf.config.supervised import KTOConfig
 from openrlhf.config.supervised_commands import KTO
-from openrlhf.loop import task
-from openrlhf.loop.reference import ComparedTask
+from openrlhf.loop.supervised import command
 
 if TYPE_CHECKING:
-    from openrlhf.backends.base import Objective
-    from openrlhf.loop.supervised_run import SupervisedRun
-    from openrlhf.training.objectives.kto import KTOObjective
-    from openrlhf.types import UnpairedRow
+    from openrlhf.loop.supervised.kto import KTOTask
 
 
-class KTOTask(ComparedTask[KTOConfig]):
-    command = KTO
-    column_keys = ("input_key", "output_key", "label_key")
+def load_task() -> "type[KTOTask]":
+    from openrlhf.loop.supervised.kto import KTOTask
 
-    def builder(self) -> partial:
-        from openrlhf.data.unpaired import build_unpaired
-
-        return self.bound(build_unpaired, seed=self.config.train.seed)
-
-    def collate(self, items: list) -> "UnpairedRow":
-        from openrlhf.types import UnpairedRow
-
-        return UnpairedRow.of(items)
-
-    def objective(self, run: "SupervisedRun[KTOConfig]") -> "KTOObjective":
-        from openrlhf.loop.reference_model import reference_of
-        from openrlhf.training.objectives.kto import KTOObjective, unpaired_log_probs
-
-        model = self.config.model
-        return KTOObjective(
-            beta=model.beta,
-            desirable_weight=model.desirable_loss_weight,
-            undesirable_weight=model.undesirable_loss_weight,
-            reference=reference_of(run, self.config.ref, read=unpaired_log_probs),
-        )
-
-    def prepare(
-        self, run: "SupervisedRun[KTOConfig]", objective: "Objective"
-    ) -> "Callable[[Sequence[UnpairedRow]], KTOObjective]":
-        """Returns a function that sets the objective's KL estimate and fraction of desirable answers for a
-        batch. Both are means over all rows and ranks, so they do not depend on the micro-batch size."""
-        from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
-
-        assert isinstance(objective, KTOObjective)  # built by `objective` above
-        log_ratio = MismatchedLogRatio(reference=objective.reference)
-
-        def with_figures(rows: "Sequence[UnpairedRow]") -> KTOObjective:
-            figures = run.engine.evaluate(rows, log_ratio)
-            kl, desirable = max(0.0, figures["log_ratio"]), figures["desirable_fraction"]
-            return replace(objective, kl=kl, desirable_fraction=desirable)
-
-        return with_figures
+    return KTOTask
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    task.main(KTOTask, argv)
+    command.main(KTO, load_task, argv)
 
 
 if __name__ == "__main__":

@@ -1,90 +1,23 @@
 """Reward models: `python -m openrlhf.cli.train_rm`, or the same under torchrun or deepspeed."""
 
-import math
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING
 
-from openrlhf.config.supervised import DPOConfig, RMConfig
 from openrlhf.config.supervised_commands import RM
-from openrlhf.loop import task
+from openrlhf.loop.supervised import command
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.loop.supervised_run import SupervisedRun
-    from openrlhf.models.scorer import ScoreModel
-    from openrlhf.training.objectives.rm import RewardObjective
-    from openrlhf.types import PairRow
-
-ConfigT = TypeVar("ConfigT", RMConfig, DPOConfig)
-
-STATISTICS_FRACTION = 0.01
-"""Fraction of the training pairs from which the scores' mean and standard deviation are estimated if there is
-no evaluation set."""
+    from openrlhf.loop.supervised.rm import RewardModelTask
 
 
-class PairTask(task.Task[ConfigT]):
-    """Task on pairs of answers to one prompt."""
+def load_task() -> "type[RewardModelTask]":
+    from openrlhf.loop.supervised.rm import RewardModelTask
 
-    column_keys = ("prompt_key", "chosen_key", "rejected_key")
-    score_last_token: ClassVar[bool]
-    """True if only the last token of each answer is scored (`build_pairs`)."""
-
-    @property
-    def margin_key(self) -> str | None:
-        """Column with the margins; None if they are not used."""
-        return None
-
-    def builder(self) -> partial:
-        from openrlhf.data.preference import build_pairs
-
-        options = {"score_last_token": self.score_last_token, "margin_key": self.margin_key}
-        return self.bound(build_pairs, **options)
-
-    def collate(self, items: list) -> "PairRow":
-        from openrlhf.types import PairRow
-
-        return PairRow.of(items)
-
-
-class RewardModelTask(PairTask[RMConfig]):
-    command = RM
-    score_last_token = True
-    learns_ends = False
-
-    @property
-    def margin_key(self) -> str | None:
-        model = self.config.model
-        return "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
-
-    def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "ScoreModel":
-        from openrlhf.training.reward_models import load_reward_model
-
-        config, in_4bit = self.config, self.config.ds.load_in_4bit
-        path = config.model.model_name_or_path
-        return load_reward_model(config, path, task.MODEL_FLAG, tokenizer=tokenizer, in_4bit=in_4bit)
-
-    def objective(self, run: "SupervisedRun[RMConfig]") -> "RewardObjective":
-        from openrlhf.training.objectives.rm import RewardObjective
-
-        return RewardObjective()
-
-    def finish(self, run: "SupervisedRun[RMConfig]") -> None:
-        """Writes the scores' mean and standard deviation to the model's config.json, for
-        --reward.normalize_enable of RL."""
-        from openrlhf.training.objectives.rm import ScoreMoments
-
-        num_pairs = math.ceil(STATISTICS_FRACTION * len(run.train_set))
-        pairs = run.whole(run.eval_set) if run.eval_set else run.whole(run.train_set, num_pairs)
-        moments = run.engine.evaluate(pairs, ScoreMoments())
-        config = run.engine.module.model.config
-        config.mean = moments["mean"]
-        config.std = max(moments["square"] - moments["mean"] ** 2, 1e-16) ** 0.5
+    return RewardModelTask
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    task.main(RewardModelTask, argv)
+    command.main(RM, load_task, argv)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 distillation."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from openrlhf.config.choices import (
     Count,
@@ -47,6 +47,9 @@ class ModelConfig(TrainedModelConfig):
 class DataConfig(DatasetConfig, LoaderConfig):
     """The dataset, and how its rows become tokens."""
 
+    column_keys: ClassVar[tuple[str, ...]] = ()
+    """The flags of this section that name a column which rows must have."""
+
     max_samples: Count = 1_000_000
     max_len: Count = 2048
     """Maximum length of a sequence, tokens. Longer ones are cut off at the end."""
@@ -55,6 +58,13 @@ class DataConfig(DatasetConfig, LoaderConfig):
     the same."""
     cache_dir: Free[str | None] = None
     """Folder of the tokenised rows. None: `$OPENRLHF_CACHE`, or `~/.cache/openrlhf`."""
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        """Flag -> the column that it names and that rows must have."""
+        keys = (*self.column_keys, *(("image_key",) if self.reads_images else ()))
+        columns = {f"--data.{key}": getattr(self, key) for key in keys}
+        return columns | {"--data.tools_key": getattr(self, "tools_column", None)}
 
     @property
     def reads_images(self) -> bool:
@@ -108,6 +118,10 @@ class SupervisedConfig(OptimConfig, TrainingConfig):
     ds: DeepSpeedConfig = DeepSpeedConfig()
 
     @property
+    def columns(self) -> dict[str, str | None]:
+        return self.data.columns
+
+    @property
     def trained_models(self) -> dict[str, tuple[str, str]]:
         return {"policy": (MODEL_FLAG, self.model.model_name_or_path)}
 
@@ -147,6 +161,8 @@ class SFTModelConfig(ModelConfig):
 class SFTDataConfig(ImageDataConfig):
     """The dataset, and how its rows become tokens."""
 
+    column_keys = ("input_key", "output_key")
+
     input_key: str = "input"
     """Column with the prompt: text, or with data.apply_chat_template messages."""
     output_key: str | None = None
@@ -157,11 +173,22 @@ class SFTDataConfig(ImageDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning."""
+class ResponsesConfig(SupervisedConfig):
+    """Learning from responses, or from plain text."""
 
     model: SFTModelConfig = SFTModelConfig()
     data: SFTDataConfig = SFTDataConfig()
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        plain_text = {"--data.output_key": None} if self.model.pretrain_mode_enable else {}
+        return self.data.columns | plain_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(ResponsesConfig):
+    """Supervised fine-tuning."""
+
     eval: EvalConfig = EvalConfig()
     train: TrainConfig = TrainConfig(max_epochs=2)
     logger: LoggerConfig = logger_for("sft")
@@ -183,6 +210,8 @@ class RMModelConfig(ModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class PairDataConfig(ImageDataConfig):
     """The dataset, and how its rows become tokens."""
+
+    column_keys = ("prompt_key", "chosen_key", "rejected_key")
 
     prompt_key: str | None = None
     """Column with the prompt of both answers. None: the columns of the answers hold whole conversations."""
@@ -248,6 +277,8 @@ class KTOModelConfig(ModelConfig):
 class KTODataConfig(RowTemplateConfig, DataConfig):
     """The dataset, and how its rows become tokens."""
 
+    column_keys = ("input_key", "output_key", "label_key")
+
     input_key: str = "input"
     """Column with the prompt: text, or with data.apply_chat_template messages."""
     output_key: str | None = None
@@ -270,6 +301,8 @@ class KTOConfig(SupervisedConfig):
 @dataclass(frozen=True, kw_only=True)
 class PRMDataConfig(DataConfig):
     """The dataset, and how its rows become tokens."""
+
+    column_keys = ("input_key", "label_key")
 
     input_key: str = "input"
     """Column with problem and solution as one text, with a placeholder at the end of each step."""
@@ -325,7 +358,7 @@ class KDDataConfig(SFTDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KDConfig(SupervisedConfig):
+class KDConfig(ResponsesConfig):
     """Knowledge distillation: a student imitates a teacher on given texts."""
 
     model: KDModelConfig = KDModelConfig()

@@ -28,7 +28,7 @@ from openrlhf.cli import (
 from openrlhf.config.parse import parse
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.loop.datasets import check_lengths
+from openrlhf.loop.supervised.datasets import check_lengths
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 WAITING = re.compile(r"\d\d:\d\d:\d\d ")
@@ -589,15 +589,16 @@ def test_a_row_that_is_longer_than_the_model_reads(refused, with_rows, files, co
 
 
 @pytest.mark.parametrize(
-    ("task", "flag"),
+    ("module", "flag"),
     [
-        (train_kd.DistillationTask, "--teacher.model_name_or_path"),
-        (train_dpo.DPOTask, "--ref.model_name_or_path"),
-        (train_kto.KTOTask, "--ref.model_name_or_path"),
+        (train_kd, "--teacher.model_name_or_path"),
+        (train_dpo, "--ref.model_name_or_path"),
+        (train_kto, "--ref.model_name_or_path"),
     ],
 )
-def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, task, flag):
+def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, module, flag):
     short = str(tiny_chat_model(tmp_path / "short", max_len=64))
+    task = module.load_task()
     command = task.command.name
     built = task(parse(task.command, [*good_flags(command, files), flag, short]).config)
     check_lengths(built, [64, 64], "--data.dataset")  # 64 is what the model reads; data.max_len is larger

@@ -62,7 +62,7 @@ def stopped_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))  # "~" as a dataset: a folder of millions of files takes minutes
-    monkeypatch.setattr("openrlhf.loop.supervised_run.SupervisedRun", accept)
+    monkeypatch.setattr("openrlhf.loop.supervised.run.SupervisedRun", accept)
     monkeypatch.setattr("openrlhf.loop.rl_command.run", accept)
     monkeypatch.setattr("openrlhf.rewards.function.check_reward_file", lambda *args, **options: "")
 

@@ -19,7 +19,7 @@ from openrlhf.backends.distributed import free_port
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["openrlhf.loop.supervised_run", "openrlhf.training.precompute", "transformers.optimization", "datasets"]
+    ["openrlhf.loop.supervised.run", "openrlhf.training.precompute", "transformers.optimization", "datasets"]
 )
 
 

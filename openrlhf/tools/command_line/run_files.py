@@ -13,21 +13,12 @@ from openrlhf.api import flat_settings as flat
 
 TRAINING: tuple[Command, ...] = (PPO, SFT, RM, PRM, DPO, KTO, KD)
 """Commands that train."""
-TASKS = {
-    "sft": ("train_sft", "SFTTask"),
-    "rm": ("train_rm", "RewardModelTask"),
-    "dpo": ("train_dpo", "DPOTask"),
-    "kto": ("train_kto", "KTOTask"),
-    "prm": ("train_prm", "ProcessRewardTask"),
-    "kd": ("train_kd", "DistillationTask"),
-}
-"""Command -> (module of `openrlhf.cli`, name of its `Task`)."""
+SUPERVISED = tuple(command.name for command in TRAINING if command is not PPO)
 
 
 def find_task_type(name: str) -> type[Task]:
     """Returns the task of a supervised command."""
-    module, task_type = TASKS[name]
-    return getattr(import_module(f"openrlhf.cli.{module}"), task_type)
+    return import_module(f"openrlhf.cli.train_{name}").load_task()
 
 
 def command_and_flags(words: Sequence[str], prog: str) -> tuple[Command, list[str]]:

@@ -5,6 +5,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from rich.table import Table
 from openrlhf.api import (
     DEVICE_TYPE,
     PPO,
+    SFT,
     ErrorCode,
     RunIndex,
     Trajectory,
@@ -125,8 +127,7 @@ def _words(folder: Path, command: str, flags: str) -> list[str]:
 
 def _sft(folder: Path, flags: str) -> None:
     argv = _words(folder, "sft", flags)
-    task = find_task_type("sft")
-    run_supervised(task(parse(task.command, argv).config), argv)
+    run_supervised(partial(find_task_type, "sft"), parse(SFT, argv).config, argv)
 
 
 def _ppo(folder: Path, flags: str) -> None:

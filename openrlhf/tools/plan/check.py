@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +40,7 @@ from openrlhf.api import (
     check_places,
     check_space,
     check_stops,
+    checked_supervised_task,
     decode,
     describe,
     encode_prompts,
@@ -53,7 +55,6 @@ from openrlhf.api import (
     with_values,
 )
 from openrlhf.api import check_rl_files as check_files
-from openrlhf.api import check_supervised_files as check_task
 from openrlhf.api import probe_template as probe
 from openrlhf.tools.command_line.installation import mismatches, own_address
 from openrlhf.tools.command_line.run_files import find_task_type
@@ -163,17 +164,19 @@ def _files(check: Check) -> None:
         check.ask("--train.hooks", check_hooks, config.train.hooks, config.train.verify_steps)
         check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
     else:
-        check_task(_task(check))
+        checked_supervised_task(partial(find_task_type, check.command.name), _few_rows(check))
 
 
-def _task(check: Check) -> Any:
-    """Returns the task of a supervised command, limited to the first rows of its dataset and without the
-    cache."""
-    few = with_values(
+def _few_rows(check: Check) -> Any:
+    """Returns the configuration, limited to the first rows of its dataset and without the cache."""
+    return with_values(
         check.config,
         {"data.max_samples": min(ROWS, check.config.data.max_samples), "data.cache_enable": False},
     )
-    return find_task_type(check.command.name)(few)
+
+
+def _task(check: Check) -> Any:
+    return find_task_type(check.command.name)(_few_rows(check))
 
 
 def _supervised_data(check: Check) -> None:

@@ -1,23 +1,23 @@
 """Shows the samples and rows that a supervised command would train on (`openrlhf data preview`)."""
 
 import sys
+from functools import partial
 from typing import Any
 
 from openrlhf.api import SupervisedTask as Task
 from openrlhf.api import (
     build_train_set,
+    checked_supervised_task,
     lay_out,
     load_run_tokenizer,
 )
-from openrlhf.api import check_supervised_files as check_files
 from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.command_line.terminal import shows_colours
 from openrlhf.tools.plan.preview import Preview
 
 
 def preview(name: str, config: Any, num_samples: int, no_color: bool) -> None:
-    task = find_task_type(name)(config)
-    check_files(task)
+    task = checked_supervised_task(partial(find_task_type, name), config)
     show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
 
 

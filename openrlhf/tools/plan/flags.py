@@ -28,7 +28,7 @@ from openrlhf.api import (
 )
 from openrlhf.api import resource_demands as demands
 from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
-from openrlhf.tools.command_line.run_files import TASKS, TRAINING, command_and_flags
+from openrlhf.tools.command_line.run_files import SUPERVISED, TRAINING, command_and_flags
 from openrlhf.tools.plan.hardware import Cluster, parse_cluster, this_machine, with_measured
 
 
@@ -226,7 +226,7 @@ def config_of_agent(options: argparse.Namespace, flags: Sequence[str], folder: P
 
 
 USAGE = f"""\
-usage: openrlhf data preview {"|".join(TASKS)} [--samples N] [--no_color] [flags of that command]
+usage: openrlhf data preview {"|".join(SUPERVISED)} [--samples N] [--no_color] [flags of that command]
 
 Prints the first N samples (default: 3) as the command trains on them, with tokens that have a loss marked.
 Then prints the first packed rows, and counts and lengths of the whole dataset. Loads the tokenizer, but no
@@ -239,10 +239,10 @@ def data(argv: Sequence[str] | None = None) -> None:
         match list(sys.argv[1:] if argv is None else argv):
             case [] | ["--help" | "-h", *_] | ["preview"] | ["preview", "--help" | "-h"]:
                 print(USAGE)
-            case ["preview", name, *flags] if name in TASKS:
+            case ["preview", name, *flags] if name in SUPERVISED:
                 _preview(name, flags)
             case ["preview", name, *_]:
-                raise _unknown("data preview", name, f"it previews {', '.join(TASKS)}")
+                raise _unknown("data preview", name, f"it previews {', '.join(SUPERVISED)}")
             case [name, *_]:
                 raise _unknown("data", name, "there is `openrlhf data preview`")
 

@@ -10,7 +10,7 @@ import torch
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
-from openrlhf.loop.reference_model import without_adapters
+from openrlhf.loop.supervised.reference import without_adapters
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel

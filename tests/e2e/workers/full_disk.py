@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from openrlhf.backends.distributed import leave_distributed
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
 from openrlhf.errors import RunError
-from openrlhf.loop.supervised_run import SupervisedRun
-from openrlhf.loop.task import run
+from openrlhf.loop.supervised.command import run
+from openrlhf.loop.supervised.run import SupervisedRun
+from openrlhf.loop.supervised.sft import SFTTask
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -43,13 +43,8 @@ def main() -> None:
     out, flags, rng = Path(spec["out"]), spec["flags"].split(), random.Random(spec["seed"])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     places = ["--ckpt.output_dir", f"{out}/model", "--ckpt.path", f"{out}/sound"]
-    run(
-        SFTTask(
-            parse(
-                SFTTask.command, [*flags, *places, "--ckpt.save_steps", "2", "--train.max_steps", "2"]
-            ).config
-        )
-    )
+    first = [*flags, *places, "--ckpt.save_steps", "2", "--train.max_steps", "2"]
+    run(lambda: SFTTask, parse(SFTTask.command, first).config)
     argv = [*flags, *places, "--ckpt.load_enable", "--train.max_steps", "100"]
     loaded = SupervisedRun(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
     checkpoints, report = loaded.checkpoints, []

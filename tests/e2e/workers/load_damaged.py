@@ -13,10 +13,10 @@ import torch
 from damages import DAMAGES, damage
 
 from openrlhf.backends.distributed import leave_distributed
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.loop.supervised_run import SupervisedRun
-from openrlhf.loop.task import run
+from openrlhf.loop.supervised.command import run
+from openrlhf.loop.supervised.run import SupervisedRun
+from openrlhf.loop.supervised.sft import SFTTask
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def main() -> None:
     out, flags = Path(spec["out"]), spec["flags"].split()
     sound, copy = out / "sound", out / "copy"
     saving = ["--ckpt.output_dir", f"{out}/model", "--ckpt.path", str(sound), "--ckpt.save_steps", "2"]
-    run(SFTTask(parse(SFTTask.command, [*flags, *saving, "--train.max_steps", "6"]).config))
+    run(lambda: SFTTask, parse(SFTTask.command, [*flags, *saving, "--train.max_steps", "6"]).config)
 
     again = ["--ckpt.output_dir", f"{out}/again", "--ckpt.path", str(sound), "--ckpt.load_enable"]
     argv = [*flags, *again, "--train.max_steps", "100"]

@@ -9,15 +9,15 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from openrlhf.backends.distributed import leave_distributed
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.loop.task import run
+from openrlhf.loop.supervised.command import run
+from openrlhf.loop.supervised.sft import SFTTask
 from openrlhf.observability.trackers.metrics_file import read_metrics
 
 
 def sft(flags: str) -> None:
     argv = flags.split()
-    run(SFTTask(parse(SFTTask.command, argv).config), argv)
+    run(lambda: SFTTask, parse(SFTTask.command, argv).config, argv)
 
 
 def main() -> None:

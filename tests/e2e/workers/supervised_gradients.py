@@ -17,14 +17,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from workers.gradients import chosen
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
-from openrlhf.cli.train_dpo import DPOTask
-from openrlhf.cli.train_kd import DistillationTask
-from openrlhf.cli.train_kto import KTOTask
-from openrlhf.cli.train_prm import ProcessRewardTask
-from openrlhf.cli.train_rm import RewardModelTask
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.loop.supervised_run import SupervisedRun
+from openrlhf.loop.supervised.dpo import DPOTask
+from openrlhf.loop.supervised.kd import DistillationTask
+from openrlhf.loop.supervised.kto import KTOTask
+from openrlhf.loop.supervised.prm import ProcessRewardTask
+from openrlhf.loop.supervised.rm import RewardModelTask
+from openrlhf.loop.supervised.run import SupervisedRun
+from openrlhf.loop.supervised.sft import SFTTask
 from openrlhf.tools.verify.layouts import LAYOUTS, steps
 
 TASKS = {

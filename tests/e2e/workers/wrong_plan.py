@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.loop.supervised_run import SupervisedRun
+from openrlhf.loop.supervised.run import SupervisedRun
+from openrlhf.loop.supervised.sft import SFTTask
 from openrlhf.models import tensor_parallel
 
 

@@ -13,7 +13,6 @@ from processes import FORKSERVER
 from refusals import refused
 from transformers import PreTrainedTokenizer
 
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
 from openrlhf.data import cache
@@ -27,11 +26,12 @@ from openrlhf.data.cache import (
 )
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode
-from openrlhf.loop.datasets import build_train_set
-from openrlhf.loop.task import load_run_tokenizer
+from openrlhf.loop.supervised.datasets import build_train_set
+from openrlhf.loop.supervised.sft import SFTTask
 from openrlhf.models.loading import model_digest, model_fingerprint
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
 from openrlhf.text import Calendar
+from openrlhf.training.models import load_run_tokenizer
 
 KEY = {"rows": "abc", "options": {"max_len": 8}}
 

@@ -12,8 +12,6 @@ from PIL import Image as PILImage
 from refusals import refused
 from transformers import AutoProcessor, AutoTokenizer
 
-from openrlhf.cli.train_dpo import DPOTask
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import DPO, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
@@ -26,7 +24,9 @@ from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import load_rows
 from openrlhf.errors import ErrorCode
-from openrlhf.loop.datasets import images_of, tokenise
+from openrlhf.loop.supervised.datasets import images_of, tokenise
+from openrlhf.loop.supervised.dpo import DPOTask
+from openrlhf.loop.supervised.sft import SFTTask
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.training.rl_data import build_prompt_datasets

@@ -20,15 +20,15 @@ from refusals import refused
 
 import openrlhf as rl
 from openrlhf.algorithms.kl import KLController
-from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.fields import with_values
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.loop import restarts
-from openrlhf.loop.datasets import build_train_set
 from openrlhf.loop.lanes import Lanes
 from openrlhf.loop.restarts import RESTARTS
 from openrlhf.loop.settings import read_settings
+from openrlhf.loop.supervised.datasets import build_train_set
+from openrlhf.loop.supervised.sft import SFTTask
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 QUESTIONS = ["Sam has 4 limes", "Tom has 7 pears, drops 2", "Max has 9 kiwis"]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from openrlhf.cli.train_kd import DistillationTask
 from openrlhf.config.ppo import (
     ActorConfig,
     CriticConfig,
@@ -25,6 +24,7 @@ from openrlhf.errors import ErrorCode
 from openrlhf.loop import rl_command
 from openrlhf.loop.rl_checks import check_engines, check_policy_learns, check_users_files
 from openrlhf.loop.rl_command import RLRun, _run_fingerprint
+from openrlhf.loop.supervised.kd import DistillationTask
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData

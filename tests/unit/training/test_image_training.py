@@ -10,12 +10,12 @@ from refusals import refused
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.cli.train_kd import check_same_images
 from openrlhf.data.image_rows import ImageColumn, ImageTokens
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import load_rows
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.supervised.kd import check_same_images
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer

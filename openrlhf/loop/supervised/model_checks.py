@@ -5,11 +5,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
-from openrlhf.loop.task import Task, load_run_tokenizer
+from openrlhf.loop.supervised.task import Task
 from openrlhf.models.experts import check_experts
 from openrlhf.models.loading import check_model, processor_around
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
+from openrlhf.training.models import load_run_tokenizer
 
 
 def check_models(task: Task) -> None:

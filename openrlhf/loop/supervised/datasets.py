@@ -17,7 +17,7 @@ from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows, load_rows, rows_digest
 from openrlhf.data.store import Samples
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.loop.task import Task
+from openrlhf.loop.supervised.task import Task
 from openrlhf.models.loading import find_max_length, load_config
 
 
@@ -108,7 +108,7 @@ def tokenise(
 
     @cache
     def rows() -> Rows:
-        return load_rows(spec, flag=flag, required_columns=task.columns(), bad_rows=data.bad_rows, **mix)
+        return load_rows(spec, flag=flag, required_columns=task.config.columns, bad_rows=data.bad_rows, **mix)
 
     def build() -> Any:
         return builder(rows(), tokenizer, **({} if images is None else {"images": images}))

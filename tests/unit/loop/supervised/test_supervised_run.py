@@ -21,24 +21,25 @@ from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
 from openrlhf.config.checks import LAUNCHER
 from openrlhf.config.parse import parse
+from openrlhf.config.supervised_commands import SFT
 from openrlhf.errors import ErrorCode
-from openrlhf.loop import task
+from openrlhf.loop.supervised import command
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.text import Calendar
 from openrlhf.tools.reference.outputs import plain_log_probs
 
 TASKS = {
-    "sft": (train_sft.SFTTask, "--data.output_key output"),
-    "rm": (train_rm.RewardModelTask, "--data.prompt_key input"),
+    "sft": (train_sft, "--data.output_key output"),
+    "rm": (train_rm, "--data.prompt_key input"),
     "prm": (
-        train_prm.ProcessRewardTask,
+        train_prm,
         f"--data.placeholder_token {PLACEHOLDER} --data.reward_tokens + - "
         "--data.input_key solution --data.label_key steps",
     ),
-    "dpo": (train_dpo.DPOTask, "--data.prompt_key input"),
-    "kto": (train_kto.KTOTask, "--data.output_key output --data.label_key good"),
-    "kd": (train_kd.DistillationTask, "--data.output_key output --teacher.model_name_or_path MODEL"),
+    "dpo": (train_dpo, "--data.prompt_key input"),
+    "kto": (train_kto, "--data.output_key output --data.label_key good"),
+    "kd": (train_kd, "--data.output_key output --teacher.model_name_or_path MODEL"),
 }
 
 
@@ -75,7 +76,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(name: str, model: Path, rows: Path, *more: str) -> dict[int, dict[str, float]]:
     """Runs a command; returns the metrics of its steps."""
-    kind, flags = TASKS[name]
+    module, flags = TASKS[name]
     folder = rows.parent
     argv = [
         *("--model.model_name_or_path", str(model), "--data.dataset", str(rows), "--data.max_len", "64"),
@@ -84,7 +85,8 @@ def run(name: str, model: Path, rows: Path, *more: str) -> dict[int, dict[str, f
         *("--ckpt.output_dir", f"{folder}/out", "--ckpt.path", f"{folder}/ckpt", "--ckpt.save_steps", "2"),
         *("--logger.run_dir", f"{folder}/run", *flags.replace("MODEL", str(model)).split(), *more),
     ]
-    task.run(kind(parse(kind.command, argv).config), argv)
+    kind = module.load_task()
+    command.run(module.load_task, parse(kind.command, argv).config, argv)
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
@@ -132,7 +134,7 @@ def test_an_empty_evaluation_set_is_refused_under_its_flag(
 ) -> None:
     """The hub is chosen before."""
     (tmp_path / "none.jsonl").touch()
-    monkeypatch.setattr(task, "choose_hub", lambda use_ms: chosen.append(use_ms))
+    monkeypatch.setattr(command, "choose_hub", lambda use_ms: chosen.append(use_ms))
     chosen: list[bool] = []
     with refused(ErrorCode.UNREADABLE, flag="--eval.dataset", value=tmp_path / "none.jsonl"):
         run("sft", model, rows, "--eval.dataset", str(tmp_path / "none.jsonl"))
@@ -175,5 +177,4 @@ def test_a_run_continues_from_its_checkpoint(
 @pytest.mark.parametrize(("flags", "column"), [([], None), (["--data.tools_key", "functions"], "functions")])
 def test_the_column_of_tools_must_exist_if_a_flag_names_it(model: Path, flags: list, column: str) -> None:
     argv = f"--model.model_name_or_path {model} --data.dataset a/b --data.apply_chat_template".split()
-    config = parse(train_sft.SFTTask.command, [*argv, *flags]).config
-    assert train_sft.SFTTask(config).columns()["--data.tools_key"] == column
+    assert parse(SFT, [*argv, *flags]).config.columns["--data.tools_key"] == column

@@ -1,8 +1,10 @@
-"""The reference model of DPO and KTO: another model, the policy without its adapters, or stored log-probs."""
+"""The tasks that compare a policy with a reference model, DPO and KTO, and that model: another one, the
+policy without its adapters, or stored log-probs."""
 
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -13,21 +15,47 @@ from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
 from openrlhf.data.cache import arrays_digest, digest
 from openrlhf.data.store import Samples
 from openrlhf.files import cache_folder
-from openrlhf.loop.reference import REF_FLAG, reference_path
-from openrlhf.loop.supervised_run import SupervisedRun
-from openrlhf.models.loading import model_digest
+from openrlhf.loop.supervised.task import Task
+from openrlhf.models.loading import check_same_vocabulary, load_tokenizer, model_digest
 from openrlhf.models.lora import disabled_adapters, has_adapters
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.progress import waiting
-from openrlhf.training.models import load_language_model
+from openrlhf.training.models import load_language_model, load_run_tokenizer
 from openrlhf.training.objectives.reference import Reference
 from openrlhf.training.precompute import cached_array, values_of_items
 from openrlhf.types import PackedRow
 
-ComparingRun = SupervisedRun[DPOConfig] | SupervisedRun[KTOConfig]
+if TYPE_CHECKING:
+    from openrlhf.loop.supervised.run import SupervisedRun
+
+    ComparingRun = SupervisedRun[DPOConfig] | SupervisedRun[KTOConfig]
+
+ConfigT = TypeVar("ConfigT", DPOConfig, KTOConfig)
+
+REF_FLAG = "--ref.model_name_or_path"
 
 
-def reference_of(run: ComparingRun, ref: RefConfig, *, read: Callable) -> Reference | None:
+class ComparedTask(Task[ConfigT]):
+    """A task that trains a policy against a reference model."""
+
+    def models(self) -> dict[str, str]:
+        return {**super().models(), REF_FLAG: reference_path(self.config)}
+
+    def check_models(self) -> None:
+        """Also refuses a reference whose vocabulary differs from the policy's."""
+        super().check_models()
+        path = reference_path(self.config)
+        if path != self.config.model.model_name_or_path:
+            own, other = load_run_tokenizer(self.config), load_tokenizer(path, flag=REF_FLAG)
+            check_same_vocabulary(own, other, REF_FLAG, path)
+
+
+def reference_path(config: DPOConfig | KTOConfig) -> str:
+    """Returns the folder or hub name of the reference; by default that of the policy."""
+    return config.ref.model_name_or_path or config.model.model_name_or_path
+
+
+def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> Reference | None:
     """Returns a function row -> (A,) log-probs of the reference. With `ref.precompute_enable`, returns None
     and adds the precomputed values `read(model, row)` to the items of the run's datasets."""
     path = reference_path(run.config)
@@ -54,7 +82,7 @@ def reference_of(run: ComparingRun, ref: RefConfig, *, read: Callable) -> Refere
 
 
 def _cached_log_probs(
-    run: ComparingRun, path: str, dataset: Samples, compute: Callable[[], np.ndarray]
+    run: "ComparingRun", path: str, dataset: Samples, compute: Callable[[], np.ndarray]
 ) -> np.ndarray:
     """Returns reference log-probs (n, 2) from the data cache if it has them for the same model, precision,
     tokens and images. Otherwise computes them."""

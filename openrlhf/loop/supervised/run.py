@@ -38,10 +38,11 @@ from openrlhf.data.store import Samples, TwoSamples
 from openrlhf.device import own_bytes
 from openrlhf.errors import ErrorCode, UsageError, counted, noting_position
 from openrlhf.files import exporting
-from openrlhf.loop.datasets import build_datasets, lay_out
-from openrlhf.loop.model_checks import reader_of
 from openrlhf.loop.sft import SupervisedTrainer
-from openrlhf.loop.task import Task, data_notes, load_run_tokenizer
+from openrlhf.loop.supervised.command import data_notes
+from openrlhf.loop.supervised.datasets import build_datasets, lay_out
+from openrlhf.loop.supervised.model_checks import reader_of
+from openrlhf.loop.supervised.task import Task
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import log_stops
@@ -52,6 +53,7 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
 from openrlhf.observability.startup import StartClock
 from openrlhf.text import Calendar
+from openrlhf.training.models import load_run_tokenizer
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.publish import publish
 

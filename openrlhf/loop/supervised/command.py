@@ -1,0 +1,90 @@
+"""Runs a supervised command: its flags, its checks, and then its `SupervisedRun`. Flags and rows are checked
+before transformers is imported."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.checkpoint.start import check_output, check_places, continuing
+from openrlhf.config.checks import check_launcher
+from openrlhf.config.command import Command
+from openrlhf.config.parse import parse
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.errors import Stopped, catch_signals, counted, short_errors
+from openrlhf.hub import choose_hub
+from openrlhf.observability.progress import checking, waiting
+from openrlhf.observability.startup import StartClock, process_clock
+
+if TYPE_CHECKING:
+    from openrlhf.loop.supervised.task import Task
+
+    TaskLoader = Callable[[], type[Task[Any]]]
+    """Imports the task of a command."""
+
+
+def main(command: Command, load: "TaskLoader", argv: Sequence[str] | None) -> None:
+    """Runs a supervised command from its command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    with short_errors():
+        config = continuing(parse(command, argv))
+        check_launcher()
+        catch_signals()
+        stopped = None
+        try:
+            run(load, config, argv, process_clock())
+        except Stopped as stop:
+            if not stop.is_at_boundary:
+                raise
+            stopped = stop
+        from openrlhf.backends.distributed import leave_distributed
+
+        leave_distributed()
+        if stopped is not None:
+            raise stopped
+
+
+def run(
+    load: "TaskLoader", config: SupervisedConfig, argv: Sequence[str] = (), clock: StartClock | None = None
+) -> None:
+    """Trains on every rank and writes the model to `ckpt.output_dir`. The process group stays open. `clock`:
+    began with the start of the run."""
+    clock = clock or StartClock()
+    choose_hub(config.use_ms)
+    check_places(config)
+    check_output(config, resumes=config.ckpt.load_enable)
+    with checking(), clock.stage("checks"):
+        task = checked_task(load, config)
+    with waiting("loading libraries"), clock.stage("libraries"):
+        from openrlhf.loop.supervised.run import SupervisedRun
+    with ExitStack() as held:
+        SupervisedRun(task, argv, held, clock).train()
+
+
+def checked_task(load: "TaskLoader", config: SupervisedConfig) -> "Task":
+    """Returns the task of a run. Raises UsageError for unsuitable rows and models, before any is loaded."""
+    from openrlhf.loop.supervised.data_checks import check_data  # imports torch
+
+    check_data(config)
+    task = load()(config)  # imports transformers, which takes longer than all of the above
+    from openrlhf.loop.supervised.model_checks import check_models
+
+    check_models(task)
+    return task
+
+
+def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
+    """Yields what a run of `num_samples` samples does otherwise than its flags say."""
+    train, data, evaluation = config.train, config.data, config.eval
+    steps, size = train.total_steps(math.ceil(num_samples / train.batch_size)), train.batch_size
+    if num_samples < size:
+        few = f"all {counted(num_samples, 'sample')}, fewer than --train.batch_size {size}"
+        yield f"every optimizer step has {few}"
+    if train.max_steps and steps < train.max_steps:
+        end = f"with --train.max_epochs {train.max_epochs} the data is used up after step {steps}"
+        yield f"--train.max_steps {train.max_steps} is not reached: {end}"
+    same_split = evaluation.split == data.dataset_split or os.path.isfile(data.dataset)
+    if evaluation.dataset == data.dataset and same_split:
+        yield f"--eval.dataset {evaluation.dataset} is trained on: no held-out scores"

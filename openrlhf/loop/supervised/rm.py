@@ -1,0 +1,73 @@
+"""Reward models, and what they share with DPO: pairs of answers."""
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.supervised import MODEL_FLAG, DPOConfig, RMConfig
+from openrlhf.config.supervised_commands import RM
+from openrlhf.data.preference import build_pairs
+from openrlhf.loop.supervised.task import Task
+from openrlhf.models.scorer import ScoreModel
+from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
+from openrlhf.training.reward_models import load_reward_model
+from openrlhf.types import PairRow
+
+if TYPE_CHECKING:
+    from openrlhf.loop.supervised.run import SupervisedRun
+
+ConfigT = TypeVar("ConfigT", RMConfig, DPOConfig)
+
+STATISTICS_FRACTION = 0.01
+"""Fraction of the training pairs from which the scores' mean and standard deviation are estimated if there is
+no evaluation set."""
+
+
+class PairTask(Task[ConfigT]):
+    """Task on pairs of answers to one prompt."""
+
+    score_last_token: ClassVar[bool]
+    """True if only the last token of each answer is scored (`build_pairs`)."""
+
+    @property
+    def margin_key(self) -> str | None:
+        """Column with the margins; None if they are not used."""
+        return None
+
+    def builder(self) -> partial:
+        options = {"score_last_token": self.score_last_token, "margin_key": self.margin_key}
+        return self.bound(build_pairs, **options)
+
+    def collate(self, items: list) -> PairRow:
+        return PairRow.of(items)
+
+
+class RewardModelTask(PairTask[RMConfig]):
+    command = RM
+    score_last_token = True
+    learns_ends = False
+
+    @property
+    def margin_key(self) -> str | None:
+        model = self.config.model
+        return "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
+
+    def load_model(self, tokenizer: PreTrainedTokenizerBase) -> ScoreModel:
+        config, in_4bit = self.config, self.config.ds.load_in_4bit
+        path = config.model.model_name_or_path
+        return load_reward_model(config, path, MODEL_FLAG, tokenizer=tokenizer, in_4bit=in_4bit)
+
+    def objective(self, run: "SupervisedRun[RMConfig]") -> RewardObjective:
+        return RewardObjective()
+
+    def finish(self, run: "SupervisedRun[RMConfig]") -> None:
+        """Writes the scores' mean and standard deviation to the model's config.json, for
+        --reward.normalize_enable of RL."""
+        num_pairs = math.ceil(STATISTICS_FRACTION * len(run.train_set))
+        pairs = run.whole(run.eval_set) if run.eval_set else run.whole(run.train_set, num_pairs)
+        moments = run.engine.evaluate(pairs, ScoreMoments())
+        config = run.engine.module.model.config
+        config.mean = moments["mean"]
+        config.std = max(moments["square"] - moments["mean"] ** 2, 1e-16) ** 0.5

@@ -1,0 +1,77 @@
+"""The base class of tasks: what one supervised command learns from, and what it minimises."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from openrlhf.backends.base import Objective, Row
+from openrlhf.config.command import Command
+from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
+from openrlhf.models.backbone import RowModel
+from openrlhf.models.policy import PolicyModel
+from openrlhf.training.models import load_language_model
+
+if TYPE_CHECKING:
+    from openrlhf.loop.supervised.run import SupervisedRun
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+
+
+class Task(ABC, Generic[ConfigT]):
+    """The dataset and objective of one supervised command."""
+
+    command: ClassVar[Command]
+    learns_ends = True
+    """Whether answers are learned with their ends."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+
+    def models(self) -> Mapping[str, str]:
+        """Returns flag -> name or path, for all models that read the rows."""
+        return {MODEL_FLAG: self.config.model.model_name_or_path}
+
+    def check_models(self) -> None:
+        """Raises UsageError for models that do not go together. Each has been checked alone before."""
+
+    @abstractmethod
+    def builder(self) -> partial:
+        """Returns a partial (rows, tokenizer) -> dataset with one item for each usable row. If rows have
+        images, it is called with a third argument `images`. The data cache's key contains the partial's
+        function and arguments."""
+
+    def bound(self, build: Callable, **options: Any) -> partial:
+        """Binds `options`, and the parameters of `build` that are named as flags of the section `data`."""
+        data = {field.name: getattr(self.config.data, field.name) for field in fields(self.config.data)}
+        return partial(build, **{n: data[n] for n in signature(build).parameters if n in data}, **options)
+
+    @abstractmethod
+    def collate(self, items: list) -> Row:
+        """Packs items of the dataset into one row."""
+
+    def load_model(self, tokenizer: PreTrainedTokenizerBase) -> RowModel:
+        """Builds the module to train, not yet on its device. The engine decides where to call it."""
+        return PolicyModel(self.load_causal_lm())
+
+    def load_causal_lm(self) -> PreTrainedModel:
+        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.load_in_4bit
+        return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
+
+    @abstractmethod
+    def objective(self, run: "SupervisedRun[ConfigT]") -> Objective:
+        """Builds the objective to minimise."""
+
+    def prepare(
+        self, run: "SupervisedRun[ConfigT]", objective: Objective
+    ) -> Callable[[Sequence[Any]], Objective] | None:
+        """Returns a function from the rows of an optimizer step to their objective, if the objective needs a
+        statistic of the whole batch first. Otherwise returns None."""
+        return None
+
+    def finish(self, run: "SupervisedRun[ConfigT]") -> None:
+        """Runs after the last step, before the model is saved."""
