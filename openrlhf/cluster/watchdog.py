@@ -6,6 +6,9 @@ hours. A thread of the driver reads the counters (`Watchdog`): it reports a proc
 that has work but makes no progress, and gives it up after its limit. An engine is then replaced, a rank ends
 the run. A process that makes progress is never given up, however long its work takes.
 
+The same thread requests the end of the run, as SIGTERM does, when Ray drains a node of the run, as it does
+before a spot machine is taken away.
+
 Another thread of each process notices the death of Ray's head, the process gcs_server (`guard`). Without it
 the cluster makes no progress, but Ray ends its processes only after a minute, and engines later.
 """
@@ -22,6 +25,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 import ray
@@ -66,6 +70,8 @@ class Beat:
     host: str
     queue: Queue | None = None
     """None for a process that is no engine."""
+    node: str = ""
+    """Ray's id of the process's node."""
 
 
 def start_heartbeat(
@@ -81,10 +87,10 @@ def start_heartbeat(
 def _beat(
     board: "Board", actor: str, progress: Callable[[], Progress], queue: Callable[[], Queue | None]
 ) -> None:
-    number, has_written = 0, False
+    number, has_written, node = 0, False, ray.get_runtime_context().get_node_id()
     while True:
         number += 1
-        beat = Beat(number, *progress(), os.getpid(), platform.node(), queue())
+        beat = Beat(number, *progress(), os.getpid(), platform.node(), queue(), node)
         with suppress(RayError):  # the store may be gone for a while, or for good; then Ray ends this process
             board.put(f"beat/{actor}", json.dumps(asdict(beat)))
             if not has_written and board.get(STACKS_WANTED) is not None:
@@ -118,6 +124,11 @@ class Board:
 
     def read_stacks(self, actor: str) -> str | None:
         return self.get(f"stacks/{actor}")
+
+    def read_draining(self) -> dict[str, int]:
+        """Returns the ids of the nodes that Ray drains -> the time of their end, in ms since 1970; 0 if none
+        is set."""
+        return ray._private.state.state.get_draining_nodes()
 
     def clear(self) -> None:
         """Removes all entries of this run's processes."""
@@ -168,6 +179,7 @@ class Watchdog:
         self._needs_progress = needs_progress
         self._folder, self._board = Path(folder), board
         self._seen: dict[str, _Seen] = {}
+        self._is_ending = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -187,14 +199,27 @@ class Watchdog:
                 notify(f"the processes of the run cannot be watched: {first_line(error)}")
 
     def look(self) -> None:
-        """Reads all beats once, reports or gives up processes without progress, and writes the queues of
-        engines."""
+        """Reads all beats once, reports or gives up processes without progress, writes the queues of engines,
+        and ends the run if a node is drained."""
         processes = self._processes()
         for role, members in processes.items():
             for index, member in enumerate(members):
                 if member is not None and (reason := self._silence(role, index, member)):
                     self._give_up(role, index, member, reason)
         self._write_queues(processes.get(ENGINES, ()))
+        if not self._is_ending and (host := self._drained_host()):
+            self._is_ending = True
+            notify(f"Ray drains {host}: the run ends as after SIGTERM")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _drained_host(self) -> str:
+        """Returns a host of the run that Ray drains, with the time of its end; empty if there is none."""
+        ends = self._board.read_draining()
+        for beat in (seen.last for seen in self._seen.values()):
+            if beat is not None and beat.node in ends:
+                end = datetime.fromtimestamp(ends[beat.node] / 1000).strftime(" until %H:%M:%S")
+                return beat.host + (end if ends[beat.node] else "")
+        return ""
 
     def _write_queues(self, engines: Sequence[ActorHandle | None]) -> None:
         """Writes the queue of each engine to the run folder, for `openrlhf watch`."""

@@ -274,3 +274,39 @@ def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
     assert len({pid for *_, pid in lines}) == len(lines)
     shards = (machine.folder / "ckpt" / "_actor" / "global_step2").glob("*_optim_states.pt")
     assert len(list(shards)) == 2
+
+
+NODE = """
+import ray
+ray.init(logging_level="ERROR")
+print(next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == "127.0.0.3"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_engines")
+def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(machine: Machine) -> None:
+    head, other, _ = commands("Several nodes")[0]
+    cores = "--num-gpus 0 --num-cpus 1 --node-ip-address"
+    assert machine.run(head.replace("--num-gpus 8", f"{cores} 127.0.0.2"))[0] == 0
+    assert machine.run(other.replace("--num-gpus 8", f"{cores} 127.0.0.3"))[0] == 0
+    ((run,),) = commands("One machine")
+    flags = "--actor.num_nodes 2 --actor.num_gpus_per_node 1 --train.max_steps 500 --train.num_episodes 50"
+    process = machine.start(f"exec {run} {flags} --ckpt.save_steps 500 --train.grace_seconds 100")
+    assert process.stdout
+    said = ""
+    for line in process.stdout:
+        said += line
+        if re.match(r"step \d+/", line):
+            break
+    _, node = machine.run(f"{shlex.quote(sys.executable)} -c {shlex.quote(NODE)}")
+    drain = "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot"
+    code, output = machine.run(f"{drain} --node-id {node.split()[-1]} --deadline-remaining-seconds 300")
+    assert code == 0, output
+    rest, _ = process.communicate(timeout=200)
+    assert process.returncode == 75, said + rest
+    assert re.search(
+        rf"Ray drains {platform.node()} until \d\d:\d\d:\d\d: the run ends as after SIGTERM", rest
+    )
+    saved = re.findall(r"global_step(\d+)", "\n".join(map(str, machine.folder.glob("ckpt/_actor/*"))))
+    assert saved and int(saved[0]) < 500

@@ -1,6 +1,7 @@
 """The watch on a run's processes, with beats and a clock that do what the test says."""
 
 import os
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,7 @@ class Run:
         self.now = 0.0
         self.beats = {name: Beat(0, 0, False, pid=17, host="node1") for name in ("engine", "rank")}
         self.stopped: set[str] = set()
+        self.draining: dict[str, int] = {}
         self.given_up: list[tuple] = []
         self.processes = {"engines": [self.member("engine"), None], "policy": [self.member("rank")]}
         self.watchdog = Watchdog(
@@ -33,6 +35,9 @@ class Run:
 
     def read_beat(self, name: str) -> Beat | None:
         return self.beats.get(name)
+
+    def read_draining(self) -> dict[str, int]:
+        return self.draining
 
     def ask_for_stacks(self) -> None:
         self.is_asked = True
@@ -186,3 +191,23 @@ def test_stacks_of_all_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
         and "thread MainThread:\n" in text
         and "test_stacks_of_all_processes" in stacks()
     )
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [(0, "Ray drains node1: "), (1_800_000_000_000, "Ray drains node1 until ")]
+)
+def test_a_node_that_ray_drains(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, end: int, said: str
+) -> None:
+    """The run gets SIGTERM once, if it has a process there."""
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(watchdog.os, "kill", lambda *sent: signals.append(sent))
+    run.set("rank", node="a1")
+    run.draining = {"b2": end}
+    run.go_on(60)
+    assert not signals and not capsys.readouterr().err
+    run.draining["a1"] = end
+    run.go_on(60)
+    assert signals == [(os.getpid(), signal.SIGTERM)]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said) and line.endswith("the run ends as after SIGTERM")
