@@ -1,5 +1,5 @@
-"""Flags of older versions, of TRL and of verl with their current meaning. Those of one command stand beside
-its declaration."""
+"""Flags of older versions, of Molt, of TRL and of verl with their current meaning. Those of one command stand
+beside its declaration. `flag value` is a value of a current or old flag that has another name now."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,6 +53,16 @@ def switch(key: str, value: str) -> OldFlag:
     return OldFlag(to=(key,), translate=translate, bare=True)
 
 
+def value(key: str, new: str) -> OldFlag:
+    """Returns a value that is now the value `new` of `key`."""
+    return converted(key, words_of=lambda words, said: (new,))
+
+
+def removed(*names: str, remedy: str) -> dict[str, OldFlag]:
+    """Returns flags that are refused; `{}` in the remedy stands for the last word of the name."""
+    return {name: OldFlag(removed=remedy.format(name.rpartition(".")[2])) for name in names}
+
+
 PRECISION: dict[str, OldFlag] = {
     **renamed("ds: param_dtype data_type=param_dtype"),
     "bf16": switch("ds.param_dtype", "bf16"),
@@ -84,6 +94,48 @@ TRAINING: dict[str, OldFlag] = {
     "torch_compile": OldFlag(bare=True, ignored="models are not compiled"),
     "perf": OldFlag(bare=True, ignored="timings are always logged"),
 }
+MOLT: dict[str, OldFlag] = {
+    **renamed("""
+        : fsdp.tp_size=ds.tensor_parallel_size fsdp.cp_size=ds.ring_attn_size fsdp.param_dtype=ds.param_dtype
+        : fsdp.attn_implementation=ds.attn_implementation fsdp.packing_samples=ds.packing_samples
+        : fsdp.offload=ds.adam_offload
+    """),
+    "fsdp.offload none": value("ds.adam_offload", "false"),
+    "fsdp.offload optimizer": value("ds.adam_offload", "true"),
+    "fsdp.offload full": OldFlag(
+        removed="weights are not offloaded; use --ds.adam_offload, --ds.zero_stage 3"
+    ),
+    **removed("fsdp.ep_size", remedy="there is no expert parallelism; --ds.zero_stage 3 shards the experts"),
+    **removed("fsdp.pp_size", remedy="training has no pipeline; --ds.zero_stage 3 shards the layers"),
+    **removed("fsdp.sequence_parallel", remedy="--ds.ring_attn_size splits sequences over ranks"),
+    **removed("ckpt.dcp_max_num", remedy="--ckpt.max_num counts checkpoints with their Hugging Face copies"),
+    **removed("ckpt.disable_final_save", remedy="the final model is always written"),
+}
+"""Flags that all commands of Molt share."""
+
+
+def molt_model(section: str) -> dict[str, OldFlag]:
+    """Returns Molt's flags of the trained model, whose flags are in `section`."""
+    checkpointing = f"{section}.gradient_checkpoint"
+    enable = f"{checkpointing}ing_enable"
+    return {
+        **renamed(f": {section}.lora_dim=ds.lora.rank {section}.lora_alpha=ds.lora.alpha"),
+        f"{section}.lora_target_modules": converted("ds.lora.target_modules", words_of=_layer_names),
+        checkpointing: converted(enable),
+        f"{checkpointing} full": value(enable, "true"),
+        f"{checkpointing} none": value(enable, "false"),
+        f"{checkpointing} off": value(enable, "false"),
+        f"{checkpointing} selective": OldFlag(
+            removed="layers are recomputed whole or not at all: full or none"
+        ),
+    }
+
+
+def _layer_names(words: Words, said: Said) -> Words:
+    """Maps patterns of whole names, `*.q_proj`, to names of layers."""
+    return tuple(word.removeprefix("*.") for word in words)
+
+
 TEMPLATES = renamed("data: input_template apply_chat_template tokenizer_chat_template")
 HEAD = renamed("ds: value_head_prefix value_prefix_head=value_head_prefix head_prefix=value_head_prefix")
 

@@ -90,9 +90,10 @@ class PPOTrainer(Generic[PolicyT]):
         try:
             with self.stop.dropping():
                 self.rollout.sync(self.policy, self.weight_version).result()
-                if self.step == 0 and self.is_eval_due:
-                    announce(self.hooks, Hook.ended, Step(number=0, version=0, metrics=self.evaluate()))
-            while self.step < self.total_steps:
+                if self.evaluates_first:
+                    about = {"number": self.step, "version": self.weight_version}
+                    announce(self.hooks, Hook.ended, Step(**about, metrics=self.evaluate()))
+            while self.step < self.total_steps and not self.config.eval.eval_only:
                 boundary = self.state()
                 with self.stop.dropping():
                     step = self.collect()
@@ -213,7 +214,8 @@ class PPOTrainer(Generic[PolicyT]):
         metrics = evaluation_metrics(samples)
         about = {"step": self.step, "version": self.weight_version}
         announce(self.hooks, Hook.evaluated, Evaluation(**about, samples=samples, metrics=metrics))
-        value = self.find_metric(metrics) if self.config.ckpt.save_steps > 0 else None
+        saves = self.config.ckpt.save_steps > 0 and not self.config.eval.eval_only
+        value = self.find_metric(metrics) if saves else None
         if value is not None and (self.best_metric is None or value > self.best_metric):
             self.best_metric = value
             self.saver.save(self.step, self.state(), value, best=True)
@@ -243,6 +245,13 @@ class PPOTrainer(Generic[PolicyT]):
         if not self.eval_prompts or steps <= 0:
             return False
         return is_due(self.step, steps) or self.step == self.total_steps
+
+    @property
+    def evaluates_first(self) -> bool:
+        """True if the run evaluates before it trains."""
+        evaluation = self.config.eval
+        at_start = self.step == 0 and (evaluation.eval_at_start or self.is_eval_due)
+        return bool(self.eval_prompts) and (evaluation.eval_only or at_start)
 
     @property
     def weight_version(self) -> int:

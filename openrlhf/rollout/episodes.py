@@ -51,7 +51,10 @@ class Sampling:
 
     @classmethod
     def for_evaluation(cls, config: PPOConfig) -> "Sampling":
-        return cls._of(config, "eval", config.eval.n_samples_per_prompt, config.eval.temperature)
+        own = config.eval
+        sampling = cls._of(config, "eval", own.n_samples_per_prompt, own.temperature)
+        most = own.max_new_tokens or sampling.max_new_tokens
+        return replace(sampling, top_p=own.top_p or sampling.top_p, max_new_tokens=most)
 
     @classmethod
     def _of(cls, config: PPOConfig, purpose: Purpose, num_samples: int, temperature: float) -> "Sampling":

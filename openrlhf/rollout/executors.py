@@ -12,6 +12,7 @@ from openrlhf.agents.base import AgentExecutorBase, MultiTurnAgentExecutor, Rewa
 from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
+from openrlhf.rollout import molt_agents
 from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_queue_executor, step_environment
 from openrlhf.user_file import (
     IMPORT_DEADLINE,
@@ -79,8 +80,11 @@ def load_agent(
     place, given = split(reference)
     name = given or "AgentExecutor"
     form = FORM.format(name)
+    molt_agents.install()
     module = import_place(place, "agent_func")
-    found = getattr(module, name, None)
+    found = getattr(module, name, None if given else getattr(module, "AgentRunner", None))
+    if molt_agents.is_runner(found):
+        found = molt_agents.executor_class(found)
     if not inspect.isclass(found):
         if not given and has_step(module):
             return lambda setting: MultiTurnAgentExecutor(step_environment(place))
