@@ -10,9 +10,8 @@ import copy
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -156,8 +155,8 @@ class AgentInstanceBase(ABC):
                 history, for a policy that reads images: PIL images, bytes of image files or data: URIs, one
                 for each `<image>` in the text. If the text has no `<image>`, they are placed in front of it.
             done: whether the episode ends.
-            truncated: whether the environment ends the episode before its end, at a limit of its own. Missing
-                or None: whether the last answer ran out of tokens.
+            truncated: whether a limit of the environment ends the episode. Missing or None: whether the last
+                answer ran out of tokens.
             scores: the score that filtering and evaluation read; the last turn with a score counts. Missing:
                 the reward.
             sampling_params: for the following turns. Missing or None: unchanged.
@@ -203,36 +202,53 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         `max_length`. The episode is truncated if one of these limits or `max_turns` ends it instead of the
         environment. Raises UsageError if the first observation fills `max_length`."""
         call = partial(call_in_time, seconds=step_timeout)
-        async with _episode_of(self.agent_instance_cls, call) as environment:
+        environment = await _make(self.agent_instance_cls)
+        try:
             first = await call(environment.reset, {"observation": prompt, "label": label})
             text = _get(first, "observation", "reset", str)
             history = History(hf_tokenizer, text, max_length, images or ())
             if history.length >= max_length:
                 raise _no_room(f"an observation of {history.length} tokens", max_length)
-            steps: list[dict] = []
-            limit = sampling_params.max_tokens
-            while True:
-                room = max_length - history.length
-                if room < 1 or len(steps) == max_turns:
-                    return _result(steps, truncated=True)
-                params = copy.copy(sampling_params)
-                params.max_tokens = asked = min(room, limit or room)
-                data = image_data(history.images)
-                answer = (await llm_engine.generate(history.token_ids, params, data)).outputs[0]
-                if answer.finish_reason == "abort":
-                    return {"reward": None}
-                states = {"observation_text": history.text, "action_text": history.act(answer.token_ids)}
-                step = await call(environment.step, states | {"label": label, "sampling_params": params})
-                steps.append(step)
-                done, cut = _get(step, "done", "step"), step.get("truncated")
-                if done or cut:
-                    cut = answer.finish_reason == "length" if cut is None else cut
-                    return _result(steps, truncated=bool(cut))
-                history.read(step)
-                sampling_params = step.get("sampling_params") or sampling_params
-                # Equal: the step returned the params that it received.
-                if sampling_params.max_tokens != asked:
-                    limit = sampling_params.max_tokens
+            take_step = partial(call, environment.step)
+            return await self._play(take_step, history, label, sampling_params, llm_engine, max_turns)
+        finally:
+            if callable(close := getattr(environment, "close", None)):
+                await call(close)
+
+    async def _play(
+        self,
+        take_step: Callable[[dict], Awaitable[Any]],
+        history: "History",
+        label: Any,
+        sampling_params: SamplingParams,
+        llm_engine: Engine,
+        max_turns: int | None,
+    ) -> dict:
+        """Plays the turns of an episode, which begins with `history`."""
+        steps: list[dict] = []
+        limit = sampling_params.max_tokens
+        while True:
+            room = history.max_length - history.length
+            if room < 1 or len(steps) == max_turns:
+                return _result(steps, truncated=True)
+            params = copy.copy(sampling_params)
+            params.max_tokens = asked = min(room, limit or room)
+            data = image_data(history.images)
+            answer = (await llm_engine.generate(history.token_ids, params, data)).outputs[0]
+            if answer.finish_reason == "abort":
+                return {"reward": None}
+            states = {"observation_text": history.text, "action_text": history.act(answer.token_ids)}
+            step = await take_step(states | {"label": label, "sampling_params": params})
+            steps.append(step)
+            done, cut = _get(step, "done", "step"), step.get("truncated")
+            if done or cut:
+                return _result(
+                    steps, truncated=answer.finish_reason == "length" if cut is None else bool(cut)
+                )
+            history.read(step)
+            sampling_params = step.get("sampling_params") or sampling_params
+            if sampling_params.max_tokens != asked:  # equal: the step returned the params that it received
+                limit = sampling_params.max_tokens
 
 
 def _no_room(what: str, max_length: int) -> UsageError:
@@ -327,17 +343,6 @@ def _get(result: Any, key: str, method: str, kind: type | None = None) -> Any:
     if kind and not isinstance(value, kind):
         raise TypeError(f"{method} returned {key} {result[key]!r}, not a {kind.__name__}")
     return value
-
-
-@asynccontextmanager
-async def _episode_of(agent_class: Any, call: Callable[..., Awaitable]) -> AsyncIterator[Any]:
-    """Constructs an environment, and closes it at the end of the context if it can be closed."""
-    environment = await _make(agent_class)
-    try:
-        yield environment
-    finally:
-        if callable(close := getattr(environment, "close", None)):
-            await call(close)
 
 
 async def _make(agent_class: Any) -> Any:

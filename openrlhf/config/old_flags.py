@@ -58,9 +58,10 @@ def value(key: str, new: str) -> OldFlag:
     return converted(key, words_of=lambda words, said: (new,))
 
 
-def removed(*names: str, remedy: str) -> dict[str, OldFlag]:
-    """Returns flags that are refused; `{}` in the remedy stands for the last word of the name."""
-    return {name: OldFlag(removed=remedy.format(name.rpartition(".")[2])) for name in names}
+def removed(table: str) -> dict[str, OldFlag]:
+    """Reads a table of flags and values that are refused. A line is `flag, flag: remedy`."""
+    rows = (line.strip().partition(": ") for line in table.strip().splitlines())
+    return {name: OldFlag(removed=remedy) for names, _, remedy in rows for name in names.split(", ")}
 
 
 PRECISION: dict[str, OldFlag] = {
@@ -102,32 +103,29 @@ MOLT: dict[str, OldFlag] = {
     """),
     "fsdp.offload none": value("ds.adam_offload", "false"),
     "fsdp.offload optimizer": value("ds.adam_offload", "true"),
-    "fsdp.offload full": OldFlag(
-        removed="weights are not offloaded; use --ds.adam_offload, --ds.zero_stage 3"
-    ),
-    **removed("fsdp.ep_size", remedy="there is no expert parallelism; --ds.zero_stage 3 shards the experts"),
-    **removed("fsdp.pp_size", remedy="training has no pipeline; --ds.zero_stage 3 shards the layers"),
-    **removed("fsdp.sequence_parallel", remedy="--ds.ring_attn_size splits sequences over ranks"),
-    **removed("ckpt.dcp_max_num", remedy="--ckpt.max_num counts checkpoints with their Hugging Face copies"),
-    **removed("ckpt.disable_final_save", remedy="the final model is always written"),
+    **removed("""
+        fsdp.offload full: weights are not offloaded; use --ds.adam_offload --ds.zero_stage 3
+        fsdp.ep_size: there is no expert parallelism; --ds.zero_stage 3 shards the experts
+        fsdp.pp_size: training has no pipeline; --ds.zero_stage 3 shards the layers
+        fsdp.sequence_parallel: use --ds.ring_attn_size, which splits sequences over ranks
+        ckpt.dcp_max_num: --ckpt.max_num counts checkpoints together with their Hugging Face copies
+        ckpt.disable_final_save: the final model is always written; remove it
+    """),
 }
 """Flags that all commands of Molt share."""
 
 
 def molt_model(section: str) -> dict[str, OldFlag]:
     """Returns Molt's flags of the trained model, whose flags are in `section`."""
-    checkpointing = f"{section}.gradient_checkpoint"
-    enable = f"{checkpointing}ing_enable"
+    old, new = f"{section}.gradient_checkpoint", f"{section}.gradient_checkpointing_enable"
     return {
-        **renamed(f": {section}.lora_dim=ds.lora.rank {section}.lora_alpha=ds.lora.alpha"),
+        **renamed(f": {section}.lora_dim=ds.lora.rank {section}.lora_alpha=ds.lora.alpha {old}={new}"),
         f"{section}.lora_target_modules": converted("ds.lora.target_modules", words_of=_layer_names),
-        checkpointing: converted(enable),
-        f"{checkpointing} full": value(enable, "true"),
-        f"{checkpointing} none": value(enable, "false"),
-        f"{checkpointing} off": value(enable, "false"),
-        f"{checkpointing} selective": OldFlag(
-            removed="layers are recomputed whole or not at all: full or none"
-        ),
+        **{
+            f"{old} {mode}": value(new, "false" if mode != "full" else "true")
+            for mode in ("full", "none", "off")
+        },
+        **removed(f"{old} selective: layers are recomputed whole; use {new}"),
     }
 
 

@@ -94,48 +94,29 @@ MOLT: dict[str, OldFlag] = {
     "train.routing_replay": converted("algo.router_replay", "vllm.enable_prefix_caching"),
     "vllm.mtp_num_speculative_tokens": converted("vllm.speculative", words_of=_draft),
     f"{_ESTIMATOR} grpo": value(_ESTIMATOR, "group_norm"),
-    f"{_ESTIMATOR} on_policy_distill": OldFlag(
-        removed="use --teacher.model_name_or_path, which rewards actions"
-    ),
     f"{_LEVEL} geo": value(_LEVEL, "seq"),
-    "algo.advantage.is_correction_mode trunc": OldFlag(
-        removed="use clip, with a single upper bound in --algo.advantage.is_correction_threshold"
-    ),
     "actor.loss_mode gspo": OldFlag(to=("actor.policy_loss_type", "actor.loss_aggregation"), translate=_gspo),
-    "actor.loss_mode cispo": OldFlag(
-        removed="use --actor.policy_loss_type cispo, whose --actor.eps_clip_low_high are distances from 1"
-    ),
-    **removed(*(f"vllm.{name}" for name in _ENGINE_ARGUMENTS.split()), remedy="use --vllm.engine_args.{}"),
-    **removed(
-        "vllm.data_parallel_size", remedy="every engine is a data-parallel copy; use --vllm.num_engines"
-    ),
-    **removed("vllm.dtype", remedy="engines compute in --ds.param_dtype"),
-    **removed("vllm.distributed_executor_backend", remedy="engines choose it by their place; remove it"),
-    **removed(
-        "algo.advantage.no_whiten",
-        remedy="use --algo.advantage.no_std_norm, which subtracts the mean, or the estimator flash_reinforce",
-    ),
-    **removed("actor.freezing_steps", remedy="use --critic.freezing_steps, which counts RL steps"),
-    **removed(
-        "ref.model_name_or_path",
-        remedy="the reference is the policy as it starts; another model is --teacher.model_name_or_path",
-    ),
-    **removed("critic.max_epochs", remedy="the critic makes the passes of --train.max_epochs"),
-    **removed(
-        "actor.muon.weight_decay", "critic.muon.weight_decay", remedy="Muon's is --actor.adam.weight_decay"
-    ),
-    **removed(
-        "ckpt.warm_resume_rollouts",
-        remedy="a resumed run samples again what it had not trained on; remove it",
-    ),
-    **removed(
-        "train.rollout_dump_dir",
-        "train.rollout_replay_dir",
-        remedy="the run folder has all samples, and `openrlhf replay` trains on them",
-    ),
-    "train.check_weight_update_equal": OldFlag(
-        bare=True, ignored="--vllm.sync_check_steps compares log-probs"
-    ),
+    **{
+        f"vllm.{name}": OldFlag(removed=f"use --vllm.engine_args.{name}")
+        for name in _ENGINE_ARGUMENTS.split()
+    },
+    **removed(f"""
+        {_ESTIMATOR} on_policy_distill: use --teacher.model_name_or_path, which rewards each action
+        algo.advantage.is_correction_mode trunc: use clip and one upper bound, is_correction_threshold HIGH
+        algo.advantage.score_centering_top_k: not centered; use --algo.advantage.is_correction_level token
+        algo.advantage.no_whiten: use --algo.advantage.no_std_norm (subtracts the mean), or flash_reinforce
+        actor.loss_mode cispo: use --actor.policy_loss_type cispo; its eps_clip_low_high are distances from 1
+        actor.freezing_steps: use --critic.freezing_steps, which counts RL steps
+        actor.muon.weight_decay, critic.muon.weight_decay: Muon has that of --actor.adam.weight_decay
+        critic.max_epochs: the critic makes the passes of --train.max_epochs; remove it
+        ref.model_name_or_path: the reference is the policy at its start; see --teacher.model_name_or_path
+        ckpt.warm_resume_rollouts: a resumed run samples again what it had not trained on; remove it
+        train.rollout_dump_dir, train.rollout_replay_dir: the run folder has all samples; see openrlhf replay
+        vllm.data_parallel_size: each engine is a data-parallel copy; use --vllm.num_engines
+        vllm.dtype: engines compute in --ds.param_dtype; remove it
+        vllm.distributed_executor_backend: the place of an engine decides; remove it
+    """),
+    "train.check_weight_update_equal": OldFlag(bare=True, ignored="see --vllm.sync_check_steps"),
     "rollout.num_runners": OldFlag(ignored="agents run in the engines' processes"),
     "eval.batch_size": OldFlag(ignored="engines get all prompts of an evaluation"),
     **dict.fromkeys(

@@ -20,7 +20,7 @@ _SFT = {
     **old_flags.TEMPLATES,
     **old_flags.MOLT,
     **old_flags.molt_model("model"),
-    **old_flags.removed("muon.weight_decay", remedy="Muon's is --adam.weight_decay"),
+    **old_flags.removed("muon.weight_decay: Muon has that of --adam.weight_decay"),
     "data.train_on_last_turn_only": switch("data.multiturn", "false"),
     **renamed("""
         data: input_key output_key multiturn

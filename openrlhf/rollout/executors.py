@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from openrlhf import plugins
 from openrlhf.agents.base import AgentExecutorBase, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
-from openrlhf.rollout import molt_agents
 from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_queue_executor, step_environment
 from openrlhf.user_file import (
     IMPORT_DEADLINE,
@@ -20,6 +20,7 @@ from openrlhf.user_file import (
     UnusableFile,
     import_place,
     import_problem,
+    imports,
     located,
     resolved,
     split,
@@ -32,6 +33,10 @@ FORM = (
     "Define `class {}(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
     "sampling_params, max_length, hf_tokenizer, llm_engine)`, which returns a dict."
 )
+
+
+MOLT = "openrlhf.environments.molt:adapter"
+"""Reference to the adapter of Molt's agent files."""
 
 
 class EnvironmentFailed(Exception):
@@ -80,11 +85,9 @@ def load_agent(
     place, given = split(reference)
     name = given or "AgentExecutor"
     form = FORM.format(name)
-    molt_agents.install()
+    adapt = plugins.load(MOLT)() if imports(place, "molt") else lambda found: found
     module = import_place(place, "agent_func")
-    found = getattr(module, name, None if given else getattr(module, "AgentRunner", None))
-    if molt_agents.is_runner(found):
-        found = molt_agents.executor_class(found)
+    found = adapt(getattr(module, name, None if given else getattr(module, "AgentRunner", None)))
     if not inspect.isclass(found):
         if not given and has_step(module):
             return lambda setting: MultiTurnAgentExecutor(step_environment(place))

@@ -1,20 +1,22 @@
-"""Support for agent files of Molt: their `from molt.agents import ...` finds the classes of this module where
+"""Agent files of Molt as they are. Their `from molt.agents import ...` finds the classes of this module where
 that package is not installed, and executors run their environments and chat agents."""
 
 import copy
 import importlib.util
 import inspect
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor, called
-from openrlhf.agents.openai import OpenAIAgentExecutor, Session
-from openrlhf.user_file import UnusableFile
+from openrlhf.api import (
+    AgentExecutorBase,
+    AgentInstanceBase,
+    MultiTurnAgentExecutor,
+    OpenAIAgentExecutor,
+    Session,
+)
 
 
 @dataclass
@@ -30,56 +32,35 @@ class Result:
     info: dict = field(default_factory=dict)
     """Numbers by name, which become metrics."""
     score: Any = None
-    """Score that filtering and evaluation read, of the last turn; None: the turn's reward."""
+    """Score that filtering and evaluation read; None: the reward. That of the last turn counts."""
     images: list | None = None
     sampling_params: Any = None
 
 
-class Env(ABC):
-    """The environment of one episode."""
+class Env:
+    """The environment of one episode. Subclasses define `async def step(self, state) -> Result`."""
 
     async def reset(self, state: dict, **kwargs: Any) -> Any:
         return state
-
-    @abstractmethod
-    async def step(self, state: dict, **kwargs: Any) -> Result: ...
 
     async def close(self) -> None:
         return
 
 
-@dataclass
-class ChatContext:
+class ChatAgent:
+    """An agent that asks the policy over HTTP; each episode has one. Subclasses define
+    `async def run(self, ctx) -> Result`."""
+
+
+class ChatContext(SimpleNamespace):
     """What a ChatAgent knows of its episode."""
-
-    messages: list
-    tools: list | None
-    prompt: str
-    label: Any
-    images: list | None
-    base_url: str
-    """URL for clients of OpenAI."""
-    session_url: str
-    """URL for clients of Anthropic, which add /v1 themselves."""
-    model_name: str
-    api_key: str
-    session_id: str
-    sampling_params: Any
-    max_length: int
-
-
-class ChatAgent(ABC):
-    """An agent whose own loop asks the policy over HTTP; one for each episode."""
-
-    @abstractmethod
-    async def run(self, ctx: ChatContext) -> Result: ...
 
 
 class Runner:
     """Base class of the runners, of which a file has one, `AgentRunner`."""
 
     def __init__(self, played: type) -> None:
-        """`played`: the class of which every episode has an object."""
+        """`played`: a subclass of Env or ChatAgent."""
         self.played = played
 
 
@@ -91,31 +72,32 @@ class ChatAgentRunner(Runner):
     """Plays a ChatAgent."""
 
 
-def install() -> None:
-    """Makes `molt.agents` importable, unless the package is installed."""
+def adapter() -> Callable[[Any], Any]:
+    """Makes `molt.agents` importable if the package is not installed. Returns a function that maps a runner
+    to the class of its executor, and anything else to itself."""
     if "molt" not in sys.modules and importlib.util.find_spec("molt") is None:
         package, agents = ModuleType("molt"), sys.modules[__name__]
         package.__dict__.update(__path__=[], agents=agents)
         names = ("molt.agents", "molt.agents.base", "molt.agents.chat_agent")
         sys.modules.update({"molt": package, **dict.fromkeys(names, agents)})
+    return lambda found: executor_class(found) if _is_runner(found) else found
 
 
-def is_runner(found: Any) -> bool:
-    """Tells whether an object of a user's file is a runner, of this module or of Molt's."""
+def _is_runner(found: Any) -> bool:
+    """Tells whether `found` is a runner, of this module or of Molt's own."""
     agents = sys.modules.get("molt.agents")
     return agents is not None and inspect.isclass(found) and issubclass(found, agents.Runner)
 
 
 def executor_class(runner: type) -> type[AgentExecutorBase]:
-    """Returns the executor of the runner's environment or chat agent. Raises UnusableFile for other
-    runners."""
+    """Returns the executor of a runner's environment or chat agent. Raises TypeError for other runners."""
     made = runner()
-    for played in filter(inspect.isclass, vars(made).values()):
-        if callable(getattr(played, "run", None)):
+    for played in filter(inspect.isclass, vars(made).values()):  # Molt's own name their class as they like
+        if hasattr(played, "run"):
             return _chat_executor(played, getattr(made, "tool_parser", None))
-        if callable(getattr(played, "step", None)):
+        if hasattr(played, "step"):
             return _env_executor(played)
-    raise UnusableFile(f"{runner.__name__} runs neither an Env nor a ChatAgent; write an AgentExecutor")
+    raise TypeError(f"{runner.__name__} runs neither an Env nor a ChatAgent; write an AgentExecutor")
 
 
 def _env_executor(env_class: type) -> type[AgentExecutorBase]:
@@ -124,21 +106,20 @@ def _env_executor(env_class: type) -> type[AgentExecutorBase]:
             self.env = env_class()
 
         async def reset(self, states: dict, **kwargs: Any) -> dict:
-            first = await called(partial(self.env.reset, states))
-            return first if isinstance(first, Mapping) else states
+            first = await self.env.reset(states)
+            return first if isinstance(first, dict) else states
 
         async def step(self, states: dict, **kwargs: Any) -> dict:
-            result = await called(partial(self.env.step, states))
-            return _common(result) | {
-                "rewards": result.reward,
+            result = await self.env.step(states)
+            return _result(result, "rewards") | {
                 "environment_feedback": result.observation,
                 "environment_images": result.images,
                 "sampling_params": result.sampling_params,
-                "done": result.terminated or result.truncated,
+                "done": result.terminated,
             }
 
         async def close(self) -> None:
-            await called(self.env.close)
+            await self.env.close()
 
     class EnvExecutor(MultiTurnAgentExecutor):
         def __init__(self) -> None:
@@ -155,29 +136,25 @@ def _chat_executor(agent_class: type, tool_parser: str | None) -> type[AgentExec
             super().__init__(tool_parser)
 
         async def run_agent(self, prompt: str, label: Any, session: Session) -> dict:
-            result = await agent_class().run(_context(prompt, label, session))
-            return _common(result) | {"reward": result.reward}
+            return _result(await agent_class().run(_context(prompt, label, session)), "reward")
 
     return ChatExecutor
 
 
-def _common(result: Any) -> dict:
-    """Returns the values of a Result that turns and episodes share."""
+def _result(result: Any, reward: str) -> dict:
+    """Returns the values of a Result that turns and episodes share, the reward under this name."""
     score = result.reward if result.score is None else result.score
     truncated = True if result.truncated else None  # None: the last answer decides
-    return {"scores": score, "extra_logs": result.info, "truncated": truncated}
+    return {reward: result.reward, "scores": score, "extra_logs": result.info, "truncated": truncated}
 
 
 def _context(prompt: str, label: Any, session: Session) -> ChatContext:
     params = copy.copy(session.sampling_params)
     params.max_tokens = params.max_tokens or session.max_length
-    messages: Sequence[dict] = [{"role": "user", "content": prompt}]
+    about: Mapping[str, Any] = {"prompt": prompt, "label": label, "images": None, "tools": None}
     return ChatContext(
-        messages=list(messages),
-        tools=None,
-        prompt=prompt,
-        label=label,
-        images=None,
+        **about,
+        messages=[{"role": "user", "content": prompt}],
         base_url=session.base_url,
         session_url=session.base_url.removesuffix("/v1"),
         model_name=session.model,

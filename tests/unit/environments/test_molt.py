@@ -109,7 +109,7 @@ def test_a_runner_of_its_own_is_refused(file: Path) -> None:
     file.write_text(
         "from molt.agents import Runner\nclass AgentRunner(Runner):\n    def __init__(self): ...\n"
     )
-    with pytest.raises(UnusableFile, match="neither an Env nor a ChatAgent"):
+    with pytest.raises(TypeError, match="neither an Env nor a ChatAgent"):
         load_agent(str(file))
 
 
