@@ -86,14 +86,14 @@ class PPOTrainer(Generic[PolicyT]):
     def fit(self) -> None:
         """Runs the loop to its end. On a request to stop, saves a checkpoint at a step boundary and raises
         Stopped. Samples of the next step are dropped; a resumed run samples them again."""
-        boundary = self.state()
+        boundary, only = self.state(), self.config.eval.eval_only
         try:
             with self.stop.dropping():
                 self.rollout.sync(self.policy, self.weight_version).result()
-                if self.evaluates_first:
+                if self.is_eval_due and (self.step == 0 or only):
                     about = {"number": self.step, "version": self.weight_version}
                     announce(self.hooks, Hook.ended, Step(**about, metrics=self.evaluate()))
-            while self.step < self.total_steps and not self.config.eval.eval_only:
+            while self.step < self.total_steps and not only:
                 boundary = self.state()
                 with self.stop.dropping():
                     step = self.collect()
@@ -241,17 +241,10 @@ class PPOTrainer(Generic[PolicyT]):
     @property
     def is_eval_due(self) -> bool:
         """True before the first step, after every `eval.steps` steps and after the last one."""
-        steps = self.config.eval.steps
-        if not self.eval_prompts or steps <= 0:
-            return False
-        return is_due(self.step, steps) or self.step == self.total_steps
-
-    @property
-    def evaluates_first(self) -> bool:
-        """True if the run evaluates before it trains."""
-        evaluation = self.config.eval
-        at_start = self.step == 0 and (evaluation.eval_at_start or self.is_eval_due)
-        return bool(self.eval_prompts) and (evaluation.eval_only or at_start)
+        own, steps = self.config.eval, self.config.eval.steps
+        is_asked = own.eval_only or (own.eval_at_start and self.step == 0)
+        due = steps > 0 and (is_due(self.step, steps) or self.step == self.total_steps)
+        return bool(self.eval_prompts) and (is_asked or due)
 
     @property
     def weight_version(self) -> int:

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from openrlhf import plugins
 from openrlhf.agents.base import AgentExecutorBase, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.errors import ErrorCode, RunError
@@ -35,8 +35,8 @@ FORM = (
 )
 
 
-MOLT = "openrlhf.environments.molt:adapter"
-"""Reference to the adapter of Molt's agent files."""
+MOLT = "openrlhf.environments.molt"
+"""Module that adapts agent files of Molt, whose class is `AgentRunner`."""
 
 
 class EnvironmentFailed(Exception):
@@ -85,7 +85,7 @@ def load_agent(
     place, given = split(reference)
     name = given or "AgentExecutor"
     form = FORM.format(name)
-    adapt = plugins.load(MOLT)() if imports(place, "molt") else lambda found: found
+    adapt = import_module(MOLT).adapter() if imports(place, "molt") else lambda found: found
     module = import_place(place, "agent_func")
     found = adapt(getattr(module, name, None if given else getattr(module, "AgentRunner", None)))
     if not inspect.isclass(found):
