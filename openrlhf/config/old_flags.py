@@ -101,6 +101,7 @@ MOLT: dict[str, OldFlag] = {
         : fsdp.attn_implementation=ds.attn_implementation fsdp.packing_samples=ds.packing_samples
         : fsdp.offload=ds.adam_offload
     """),
+    "fsdp.attn_implementation te": value("ds.attn_implementation", "auto"),
     "fsdp.offload none": value("ds.adam_offload", "false"),
     "fsdp.offload optimizer": value("ds.adam_offload", "true"),
     **removed("""

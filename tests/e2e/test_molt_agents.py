@@ -81,7 +81,9 @@ def test_an_agent_file_of_molt_trains(openrlhf, task: TaskFiles, tmp_path: Path,
         for t in samples:
             digits = sum(map(str.isdigit, tokenizer.decode(t.token_ids[t.action_mask])))
             assert (t.reward, t.extra_logs, t.truncated) == (digits / 8, {"digits": digits}, True)
-        assert metrics[step]["rollout/reward_mean"] == pytest.approx(sum(t.reward for t in samples) / 8)
+        assert metrics[step]["rollout/reward_mean"] == pytest.approx(
+            sum(t.reward or 0.0 for t in samples) / 8
+        )
         assert metrics[step]["rollout/truncated_rate"] == 1
     only = f"--eval.eval_only --ckpt.load_enable --logger.run_dir {tmp_path / 'only'}"
     openrlhf(f"{command} {only} --ckpt.output_dir {tmp_path / 'nothing'}")

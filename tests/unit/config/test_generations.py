@@ -79,6 +79,8 @@ def test_each_row_of_the_page_says_what_the_code_does() -> None:
             {"actor.policy_loss_type": "gspo", "actor.loss_aggregation": "sample_mean"},
         ),
         ("--fsdp.offload optimizer --fsdp.cp_size 2", {"ds.adam_offload": True, "ds.ring_attn_size": 2}),
+        ("--fsdp.attn_implementation te", {"ds.attn_implementation": "auto"}),
+        ("--fsdp.attn_implementation sdpa", {"ds.attn_implementation": "sdpa"}),
         ("--fsdp.offload none", {"ds.adam_offload": False}),
         ("--actor.gradient_checkpoint", {"actor.gradient_checkpointing_enable": True}),
         ("--actor.gradient_checkpoint off", {"actor.gradient_checkpointing_enable": False}),
