@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for users
 # fmt: off
 # isort: off
 if TYPE_CHECKING:  # for tools
-    from openrlhf.agents.base import Reward, RewardError, call_in_time
+    from openrlhf.agents.base import MultiTurnAgentExecutor, Reward, RewardError, call_in_time
     from openrlhf.agents.chat_stream import TemplateProblem, probe as probe_template
     from openrlhf.agents.openai import (
         BadRequest, Message as ChatMessage, OpenAIAgentExecutor, Session, SessionExecutor,

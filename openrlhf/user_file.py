@@ -144,6 +144,12 @@ def _imported(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def imports(place: str, package: str) -> bool:
+    """Tells whether the source of a file or module imports the package."""
+    source = find_source(place)
+    return source is not None and package in _imported(Path(source))
+
+
 def fingerprint(*contents: bytes) -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 

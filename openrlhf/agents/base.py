@@ -155,11 +155,17 @@ class AgentInstanceBase(ABC):
                 history, for a policy that reads images: PIL images, bytes of image files or data: URIs, one
                 for each `<image>` in the text. If the text has no `<image>`, they are placed in front of it.
             done: whether the episode ends.
+            truncated: whether a limit of the environment ends the episode. Missing or None: whether the last
+                answer ran out of tokens.
             scores: the score that filtering and evaluation read; the last turn with a score counts. Missing:
                 the reward.
             sampling_params: for the following turns. Missing or None: unchanged.
             extra_logs, extra_texts: numbers, and texts, by name; the last value of each name counts.
         """
+
+    async def close(self) -> None:
+        """Ends the episode, also one that failed or reached a limit."""
+        return
 
 
 class StepTimeout(Exception):
@@ -197,14 +203,32 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         environment. Raises UsageError if the first observation fills `max_length`."""
         call = partial(call_in_time, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
-        first = await call(environment.reset, {"observation": prompt, "label": label})
-        history = History(hf_tokenizer, _get(first, "observation", "reset", str), max_length, images or ())
-        if history.length >= max_length:
-            raise _no_room(f"an observation of {history.length} tokens", max_length)
+        try:
+            first = await call(environment.reset, {"observation": prompt, "label": label})
+            text = _get(first, "observation", "reset", str)
+            history = History(hf_tokenizer, text, max_length, images or ())
+            if history.length >= max_length:
+                raise _no_room(f"an observation of {history.length} tokens", max_length)
+            take_step = partial(call, environment.step)
+            return await self._play(take_step, history, label, sampling_params, llm_engine, max_turns)
+        finally:
+            if callable(close := getattr(environment, "close", None)):
+                await call(close)
+
+    async def _play(
+        self,
+        take_step: Callable[[dict], Awaitable[Any]],
+        history: "History",
+        label: Any,
+        sampling_params: SamplingParams,
+        llm_engine: Engine,
+        max_turns: int | None,
+    ) -> dict:
+        """Plays the turns of an episode, which begins with `history`."""
         steps: list[dict] = []
         limit = sampling_params.max_tokens
         while True:
-            room = max_length - history.length
+            room = history.max_length - history.length
             if room < 1 or len(steps) == max_turns:
                 return _result(steps, truncated=True)
             params = copy.copy(sampling_params)
@@ -214,10 +238,13 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             if answer.finish_reason == "abort":
                 return {"reward": None}
             states = {"observation_text": history.text, "action_text": history.act(answer.token_ids)}
-            step = await call(environment.step, states | {"label": label, "sampling_params": params})
+            step = await take_step(states | {"label": label, "sampling_params": params})
             steps.append(step)
-            if _get(step, "done", "step"):
-                return _result(steps, truncated=answer.finish_reason == "length")
+            done, cut = _get(step, "done", "step"), step.get("truncated")
+            if done or cut:
+                return _result(
+                    steps, truncated=answer.finish_reason == "length" if cut is None else bool(cut)
+                )
             history.read(step)
             sampling_params = step.get("sampling_params") or sampling_params
             if sampling_params.max_tokens != asked:  # equal: the step returned the params that it received

@@ -14,6 +14,7 @@ from openrlhf.files import check_owner
 SHAPES = {
     *(f"{model}model_name_or_path" for model in ("model.", "actor.", "critic.")),
     *(f"{model}freeze_visual_encoder" for model in ("model.", "actor.")),
+    *(f"{model}freeze_moe_router" for model in ("model.", "actor.", "critic.")),
     *("optim", "actor.optim", "critic.optim", "train.backend", "train.enable_ema"),
     *("ds.param_dtype", "ds.grad_accum_dtype", "ds.tensor_parallel_size", "ds.load_in_4bit"),
     *("ds.lora.rank", "ds.lora.target_modules", "ds.value_head_prefix"),

@@ -1,5 +1,5 @@
-"""Flags of older versions, of TRL and of verl with their current meaning. Those of one command stand beside
-its declaration."""
+"""Flags of older versions, of Molt, of TRL and of verl with their current meaning. Those of one command stand
+beside its declaration. `flag value` is a value of a current or old flag that has another name now."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,6 +53,17 @@ def switch(key: str, value: str) -> OldFlag:
     return OldFlag(to=(key,), translate=translate, bare=True)
 
 
+def value(key: str, new: str) -> OldFlag:
+    """Returns a value that is now the value `new` of `key`."""
+    return converted(key, words_of=lambda words, said: (new,))
+
+
+def removed(table: str) -> dict[str, OldFlag]:
+    """Reads a table of flags and values that are refused. A line is `flag, flag: remedy`."""
+    rows = (line.strip().partition(": ") for line in table.strip().splitlines())
+    return {name: OldFlag(removed=remedy) for names, _, remedy in rows for name in names.split(", ")}
+
+
 PRECISION: dict[str, OldFlag] = {
     **renamed("ds: param_dtype data_type=param_dtype"),
     "bf16": switch("ds.param_dtype", "bf16"),
@@ -84,6 +95,46 @@ TRAINING: dict[str, OldFlag] = {
     "torch_compile": OldFlag(bare=True, ignored="models are not compiled"),
     "perf": OldFlag(bare=True, ignored="timings are always logged"),
 }
+MOLT: dict[str, OldFlag] = {
+    **renamed("""
+        : fsdp.tp_size=ds.tensor_parallel_size fsdp.cp_size=ds.ring_attn_size fsdp.param_dtype=ds.param_dtype
+        : fsdp.attn_implementation=ds.attn_implementation fsdp.packing_samples=ds.packing_samples
+        : fsdp.offload=ds.adam_offload
+    """),
+    "fsdp.attn_implementation te": value("ds.attn_implementation", "auto"),
+    "fsdp.offload none": value("ds.adam_offload", "false"),
+    "fsdp.offload optimizer": value("ds.adam_offload", "true"),
+    **removed("""
+        fsdp.offload full: weights are not offloaded; use --ds.adam_offload --ds.zero_stage 3
+        fsdp.ep_size: there is no expert parallelism; --ds.zero_stage 3 shards the experts
+        fsdp.pp_size: training has no pipeline; --ds.zero_stage 3 shards the layers
+        fsdp.sequence_parallel: use --ds.ring_attn_size, which splits sequences over ranks
+        ckpt.dcp_max_num: --ckpt.max_num counts checkpoints together with their Hugging Face copies
+        ckpt.disable_final_save: the final model is always written; remove it
+    """),
+}
+"""Flags that all commands of Molt share."""
+
+
+def molt_model(section: str) -> dict[str, OldFlag]:
+    """Returns Molt's flags of the trained model, whose flags are in `section`."""
+    old, new = f"{section}.gradient_checkpoint", f"{section}.gradient_checkpointing_enable"
+    return {
+        **renamed(f": {section}.lora_dim=ds.lora.rank {section}.lora_alpha=ds.lora.alpha {old}={new}"),
+        f"{section}.lora_target_modules": converted("ds.lora.target_modules", words_of=_layer_names),
+        **{
+            f"{old} {mode}": value(new, "false" if mode != "full" else "true")
+            for mode in ("full", "none", "off")
+        },
+        **removed(f"{old} selective: layers are recomputed whole; use {new}"),
+    }
+
+
+def _layer_names(words: Words, said: Said) -> Words:
+    """Maps patterns of whole names, `*.q_proj`, to names of layers."""
+    return tuple(word.removeprefix("*.") for word in words)
+
+
 TEMPLATES = renamed("data: input_template apply_chat_template tokenizer_chat_template")
 HEAD = renamed("ds: value_head_prefix value_prefix_head=value_head_prefix head_prefix=value_head_prefix")
 

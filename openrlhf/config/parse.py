@@ -393,8 +393,10 @@ def _translate(
         chosen[key] = setting
 
     for setting in settings:
-        old = command.old_flags.get(setting.name)
-        if setting.name in fields or (has_options and setting.name.startswith(PREFIX)):
+        of_value = command.old_flags.get(" ".join([setting.name, *setting.words]))
+        old = of_value or command.old_flags.get(setting.name)
+        is_current = setting.name in fields or (has_options and setting.name.startswith(PREFIX))
+        if is_current and of_value is None:
             choose(setting.name, setting)
         elif old is not None:
             try:

@@ -155,6 +155,8 @@ class CriticConfig(OptimConfig, RoleConfig):
     """Clip range of the value loss: new values are clipped to this distance from the old ones."""
     aux_loss_coef: PositiveOrZero | None = None
     """MoE models: weight of the load-balancing loss. None: actor.aux_loss_coef."""
+    freeze_moe_router: bool | None = None
+    """MoE models: do not train the routers. None: as actor.freeze_moe_router."""
     gradient_checkpointing_enable: Free[bool | None] = None
     """Recompute activations in the backward pass. None: as actor.gradient_checkpointing_enable."""
     freezing_steps: Steps = -1
@@ -427,9 +429,18 @@ class EvalConfig:
     split: str = "train"
     """Split to read from datasets that have splits."""
     steps: Steps = -1
-    """Evaluate every N RL steps. -1: never."""
+    """Evaluate before the first RL step, after every N steps and after the last one. -1: never."""
+    eval_at_start: bool = False
+    """Evaluate before the first RL step, whatever eval.steps is."""
+    eval_only: bool = False
+    """Evaluate once and end, without training and without writing a model. With ckpt.load_enable, the last
+    checkpoint is evaluated."""
     temperature: PositiveOrZero = 0.6
     """Sampling temperature. 0: greedy, with one sample of each prompt."""
+    top_p: PositiveFraction | None = None
+    """Nucleus sampling in evaluation. None: rollout.top_p."""
+    max_new_tokens: Count | None = None
+    """Maximum length of a response in evaluation, tokens. None: rollout.max_new_tokens."""
     n_samples_per_prompt: Count = 4
     """Samples of each prompt, and the largest k of the metrics best of k and pass@k."""
     max_samples: Count | None = None
@@ -442,6 +453,8 @@ class TrainConfig(BatchesConfig):
 
     max_epochs: Count = 1
     """Passes over the samples of each RL step (PPO epochs)."""
+    force_on_policy: bool = False
+    """Take one optimizer step in each RL step, on all its samples, whatever train.batch_size is."""
     shuffle: Literal["sample", "group"] = "sample"
     """Assignment of samples to the optimizer steps of an RL step. sample: each sample by itself, at random.
     group: all samples of a prompt in the same optimizer step, whose rows compute the prompt once. It needs a
@@ -697,6 +710,8 @@ class PPOConfig(TrainingConfig):
 
     @property
     def exports(self) -> dict[str, str]:
+        if self.eval.eval_only:
+            return {}
         saves = self.uses_critic and self.critic.save_value_network
         critic = {"--critic.save_value_network": self.critic_output_dir} if saves else {}
         return super().exports | critic
@@ -755,6 +770,11 @@ class PPOConfig(TrainingConfig):
     def critic_aux_loss_coef(self) -> float:
         own = self.critic.aux_loss_coef
         return self.actor.aux_loss_coef if own is None else own
+
+    @property
+    def critic_freezes_router(self) -> bool:
+        own = self.critic.freeze_moe_router
+        return self.actor.freeze_moe_router if own is None else own
 
     @property
     def frozen_actor_steps(self) -> int:
@@ -877,9 +897,14 @@ class PPOConfig(TrainingConfig):
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     @property
+    def samples_per_update(self) -> int:
+        """Number of samples of one optimizer step."""
+        return self.samples_per_step if self.train.force_on_policy else self.train.batch_size
+
+    @property
     def updates_per_step(self) -> int:
         """Number of optimizer steps in one RL step."""
-        batches = max(1, round(self.samples_per_step / self.train.batch_size))
+        batches = max(1, round(self.samples_per_step / self.samples_per_update))
         return batches * self.train.max_epochs
 
     @property

@@ -63,9 +63,9 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 LOOP_IGNORED = (
-    "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps rollout.batch_size "
-    "train.max_steps train.num_episodes train.async_enable train.async_queue_size "
-    "train.partial_rollout_enable algo.dynamic_filtering_enable ckpt.load_enable "
+    "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps eval.eval_at_start "
+    "eval.eval_only rollout.batch_size train.max_steps train.num_episodes train.async_enable "
+    "train.async_queue_size train.partial_rollout_enable algo.dynamic_filtering_enable ckpt.load_enable "
     "ckpt.fork_from ckpt.best_metric_key placement actor.ptx_coef train.shuffle critic.freezing_steps "
     "critic.save_value_network",
     "because the loop is a program, which samples, evaluates and saves itself",
@@ -84,7 +84,7 @@ def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Proble
     ranks = _ranks(config)
     return checks.first_of_each(
         [
-            *checks.batches(config, config.data_parallel_size, config.samples_per_step, _made(config)),
+            *_batches(config),
             *_placement(config, explicit),
             *checks.secondary_partition(config.ds, ranks),
             *checks.sequence_parallel(config.ds, ranks, reads_images=config.reads_images),
@@ -113,7 +113,7 @@ NEEDS = {
     "train.async_enable": "train.async_queue_size",
     "train.enable_ema": "train.ema_beta",
     "data.max_images_per_prompt": f"{checks.IMAGE_FLAGS} actor.freeze_visual_encoder",
-    "eval.dataset": "ckpt.best_metric_key",
+    "eval.dataset": "ckpt.best_metric_key eval.eval_at_start eval.top_p eval.max_new_tokens",
 }
 """Flags of RL that need another one, as `checks.NEEDS`."""
 
@@ -177,6 +177,8 @@ def _ignored(c: PPOConfig) -> Iterator[checks.IgnoredFlags]:
     if not c.actor.gradient_checkpointing_enable and not critic_recomputes:
         keys = "actor.gradient_checkpointing_reentrant ds.activation_offload"
         yield keys, "without --actor.gradient_checkpointing_enable"
+    if c.train.force_on_policy and c.data.pretrain_dataset is None:
+        yield "train.batch_size", "with --train.force_on_policy: an optimizer step has all samples of a step"
     if c.samples_freely:
         yield "rollout.max_kept_tokens", "without --rollout.top_p or --rollout.top_k"
     if c.train.agent_func_path is not None:
@@ -370,7 +372,10 @@ def _policy(c: PPOConfig) -> Iterator[Problem]:
         yield remark("algo.advantage.proximal_policy", f"{text}--train.async_queue_size 2 or more")
     if c.algo.skip_old_log_probs is True:
         yield from _skipped_log_probs(c)
-    if c.train.shuffle == "group" and c.train.batch_size < c.rollout.n_samples_per_prompt:
+    if c.train.force_on_policy and c.train.max_epochs > 1:
+        text = "every pass is an optimizer step, and --train.force_on_policy has one; use 1"
+        yield Problem("train.max_epochs", text)
+    if c.train.shuffle == "group" and c.samples_per_update < c.rollout.n_samples_per_prompt:
         yield Problem(
             "train.shuffle",
             f"group keeps all {c.rollout.n_samples_per_prompt} samples of a prompt (rollout.n_samples_per_"
@@ -570,7 +575,13 @@ def _engine(config: PPOConfig) -> Iterator[Problem]:
 
 def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     if config.eval.dataset is None:
+        if config.eval.eval_only:
+            text = "needs the prompts to evaluate on; set --eval.dataset"
+            yield Problem("eval.eval_only", text, ErrorCode.MISSING_FLAG)
         return
+    if (config.eval.max_new_tokens or 0) >= config.data.max_len:
+        text = f"leaves no room for a prompt in data.max_len {config.data.max_len}, which counts both; raise "
+        yield Problem("eval.max_new_tokens", f"{text}data.max_len")
     samples = config.eval.n_samples_per_prompt
     if config.eval.temperature == 0 and samples > 1:
         yield Problem(
@@ -585,8 +596,17 @@ def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             "the largest value counts as the best; use a metric that ends in _score_mean, _best_ofK or _passK"
         )
         yield remark("ckpt.best_metric_key", text)
-    if config.eval.steps < 1:
+    if config.eval.steps < 1 and not (config.eval.eval_only or config.eval.eval_at_start):
         yield remark("eval.dataset", "is not used, because eval.steps is -1; set --eval.steps N")
+
+
+def _batches(config: PPOConfig) -> Iterator[Problem]:
+    ranks, samples = config.data_parallel_size, config.samples_per_step
+    if not config.train.force_on_policy:
+        yield from checks.batches(config, ranks, samples, _made(config))
+    elif text := checks.uneven_batch(config, samples, ranks):
+        text = f"{_made(config)}, all in one optimizer step (train.force_on_policy), and {samples} {text}"
+        yield Problem("rollout.batch_size", f"{text}; use another")
 
 
 def _made(config: PPOConfig) -> str:

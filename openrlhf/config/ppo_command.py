@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from openrlhf.config import old_flags
 from openrlhf.config.command import Command
-from openrlhf.config.old_flags import OldFlag, Said, Words, converted, renamed, switch
+from openrlhf.config.old_flags import OldFlag, Said, Words, converted, removed, renamed, switch, value
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
 
@@ -57,6 +57,11 @@ def _aggregation(words: Words, said: Said) -> Words:
     return tuple(AGGREGATION_MODES.get(word, word) for word in words)
 
 
+def _draft(words: Words, said: Said) -> Words:
+    """Translates a number of tokens of the checkpoint's own draft head; 0 is none."""
+    return ("None",) if words == ("0",) else tuple(f"mtp:{word}" for word in words)
+
+
 def _clip_low(words: Words, said: Said) -> Words:
     return words + said.get("clip_eps_high", said.get("eps_clip", ("0.2",)))
 
@@ -65,6 +70,61 @@ def _clip_high(words: Words, said: Said) -> Words:
     return said.get("clip_eps_low", said.get("eps_clip", ("0.2",))) + words
 
 
+def _gspo(words: Words, said: Said) -> Mapping[str, Words]:
+    """Translates the loss of Molt's gspo, which averages over tokens."""
+    own = {"actor.loss_aggregation", "actor.loss_agg_mode"} & set(said)
+    return {"actor.policy_loss_type": words} | ({} if own else {"actor.loss_aggregation": ("token_mean",)})
+
+
+_ESTIMATOR, _LEVEL = "algo.advantage.estimator", "algo.advantage.is_correction_level"
+_ENGINE_ARGUMENTS = """
+    async_scheduling attention_backend block_size decode_context_parallel_size disable_custom_all_reduce
+    enable_chunked_prefill enable_expert_parallel gdn_prefill_backend mamba_ssm_cache_dtype
+    max_num_batched_tokens mm_encoder_attn_backend moe_backend
+"""
+"""Arguments of vLLM's engines that are flags in Molt."""
+MOLT: dict[str, OldFlag] = {
+    **old_flags.MOLT,
+    **old_flags.molt_model("actor"),
+    **renamed("""
+        : algo.advantage.lam=algo.advantage.lambd train.agent_path=train.agent_func_path
+        : train.colocate_fsdp_models=train.colocate_actor_ref actor.loss_mode=actor.policy_loss_type
+    """),
+    "train.force_sync_mode": switch("train.async_enable", "false"),
+    "train.routing_replay": converted("algo.router_replay", "vllm.enable_prefix_caching"),
+    "vllm.mtp_num_speculative_tokens": converted("vllm.speculative", words_of=_draft),
+    f"{_ESTIMATOR} grpo": value(_ESTIMATOR, "group_norm"),
+    f"{_LEVEL} geo": value(_LEVEL, "seq"),
+    "actor.loss_mode gspo": OldFlag(to=("actor.policy_loss_type", "actor.loss_aggregation"), translate=_gspo),
+    **{
+        f"vllm.{name}": OldFlag(removed=f"use --vllm.engine_args.{name}")
+        for name in _ENGINE_ARGUMENTS.split()
+    },
+    **removed(f"""
+        {_ESTIMATOR} on_policy_distill: use --teacher.model_name_or_path, which rewards each action
+        algo.advantage.is_correction_mode trunc: use clip and one upper bound, is_correction_threshold HIGH
+        algo.advantage.score_centering_top_k: scores are not centered; use --{_LEVEL} token
+        algo.advantage.no_whiten: use --algo.advantage.no_std_norm (subtracts the mean), or flash_reinforce
+        actor.loss_mode cispo: use --actor.policy_loss_type cispo; its eps_clip_low_high are distances from 1
+        actor.freezing_steps: use --critic.freezing_steps, which counts RL steps
+        actor.muon.weight_decay, critic.muon.weight_decay: Muon has that of --actor.adam.weight_decay
+        critic.max_epochs: the critic makes the passes of --train.max_epochs; remove it
+        ref.model_name_or_path: the reference is the policy at its start; see --teacher.model_name_or_path
+        ckpt.warm_resume_rollouts: a resumed run samples again what it had not trained on; remove it
+        train.rollout_dump_dir, train.rollout_replay_dir: the run folder has all samples; see openrlhf replay
+        vllm.data_parallel_size: each engine is a data-parallel copy; use --vllm.num_engines
+        vllm.dtype: engines compute in --ds.param_dtype; remove it
+        vllm.distributed_executor_backend: the place of an engine decides; remove it
+    """),
+    "train.check_weight_update_equal": OldFlag(bare=True, ignored="see --vllm.sync_check_steps"),
+    "rollout.num_runners": OldFlag(ignored="agents run in the engines' processes"),
+    "eval.batch_size": OldFlag(ignored="engines get all prompts of an evaluation"),
+    **dict.fromkeys(
+        ("vllm.router_policy", "vllm.router_balance_abs", "vllm.router_balance_rel"),
+        OldFlag(ignored="a request goes to the engine with the fewest"),
+    ),
+}
+"""Flags and values of Molt."""
 _CORRECTION_TYPE = "algo.advantage.is_correction_type"
 _THRESHOLD = "algo.advantage.is_correction_threshold"
 OLD_FLAGS: dict[str, OldFlag] = {
@@ -88,6 +148,7 @@ OLD_FLAGS: dict[str, OldFlag] = {
         rollout: n_samples_per_prompts=n_samples_per_prompt generate_max_len=max_new_tokens max_new_tokens
         rollout: rollout_max_tokens_per_gpu=max_tokens_per_gpu
         data: input_key prompt_split label_key pretrain_split prompt_data=prompt_dataset
+        data: image_key max_images_per_prompt
         data: prompt_data_probs=prompt_probs pretrain_data=pretrain_dataset
         data: pretrain_data_probs=pretrain_probs
         eval_: temperature n_samples_per_prompt
@@ -98,6 +159,7 @@ OLD_FLAGS: dict[str, OldFlag] = {
         algo: dynamic_filtering=dynamic_filtering_enable
         algo: dynamic_filtering_reward_range=dynamic_filtering_range
         actor: pretrain=model_name_or_path eps_clip eps_clip_low_high dual_clip policy_loss_type
+        actor: freeze_visual_encoder
         actor: aux_loss_coef ptx_coef entropy_loss_coef=entropy_coef actor_learning_rate=adam.lr
         actor: gradient_checkpointing=gradient_checkpointing_enable
         actor: gradient_checkpointing_use_reentrant=gradient_checkpointing_reentrant
@@ -119,6 +181,7 @@ OLD_FLAGS: dict[str, OldFlag] = {
     "clip_eps_low": converted("actor.eps_clip_low_high", words_of=_clip_low),
     "clip_eps_high": converted("actor.eps_clip_low_high", words_of=_clip_high),
     "reward_clip_range": converted("reward.clip_range", words_of=_symmetric),
+    **MOLT,
     "actor_init_on_gpu": OldFlag(bare=True, ignored="models are always loaded where they train"),
 }
 

@@ -156,6 +156,8 @@ class TrainedModelConfig:
     """Use torch's reentrant variant of gradient checkpointing."""
     freeze_visual_encoder: bool = False
     """Vision-language models: train only the language part."""
+    freeze_moe_router: bool = False
+    """MoE models: do not train the routers, which choose the experts of each token."""
     aux_loss_coef: PositiveOrZero = 0.0
     """MoE models: weight of the load-balancing loss, which rises when routers use experts unevenly."""
 

@@ -2,7 +2,7 @@
 
 from openrlhf.config import old_flags, supervised_checks
 from openrlhf.config.command import Command
-from openrlhf.config.old_flags import OldFlag, Said, Words, converted, renamed
+from openrlhf.config.old_flags import OldFlag, Said, Words, converted, renamed, switch
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 
 _SUPERVISED: dict[str, OldFlag] = {
@@ -18,6 +18,10 @@ _SUPERVISED: dict[str, OldFlag] = {
 _SFT = {
     **_SUPERVISED,
     **old_flags.TEMPLATES,
+    **old_flags.MOLT,
+    **old_flags.molt_model("model"),
+    **old_flags.removed("muon.weight_decay: Muon has that of --adam.weight_decay"),
+    "data.train_on_last_turn_only": switch("data.multiturn", "false"),
     **renamed("""
         data: input_key output_key multiturn
         model: pretrain_mode=pretrain_mode_enable

@@ -86,13 +86,14 @@ class PPOTrainer(Generic[PolicyT]):
     def fit(self) -> None:
         """Runs the loop to its end. On a request to stop, saves a checkpoint at a step boundary and raises
         Stopped. Samples of the next step are dropped; a resumed run samples them again."""
-        boundary = self.state()
+        boundary, only = self.state(), self.config.eval.eval_only
         try:
             with self.stop.dropping():
                 self.rollout.sync(self.policy, self.weight_version).result()
-                if self.step == 0 and self.is_eval_due:
-                    announce(self.hooks, Hook.ended, Step(number=0, version=0, metrics=self.evaluate()))
-            while self.step < self.total_steps:
+                if self.is_eval_due and (self.step == 0 or only):
+                    about = {"number": self.step, "version": self.weight_version}
+                    announce(self.hooks, Hook.ended, Step(**about, metrics=self.evaluate()))
+            while self.step < self.total_steps and not only:
                 boundary = self.state()
                 with self.stop.dropping():
                     step = self.collect()
@@ -213,7 +214,8 @@ class PPOTrainer(Generic[PolicyT]):
         metrics = evaluation_metrics(samples)
         about = {"step": self.step, "version": self.weight_version}
         announce(self.hooks, Hook.evaluated, Evaluation(**about, samples=samples, metrics=metrics))
-        value = self.find_metric(metrics) if self.config.ckpt.save_steps > 0 else None
+        saves = self.config.ckpt.save_steps > 0 and not self.config.eval.eval_only
+        value = self.find_metric(metrics) if saves else None
         if value is not None and (self.best_metric is None or value > self.best_metric):
             self.best_metric = value
             self.saver.save(self.step, self.state(), value, best=True)
@@ -239,10 +241,10 @@ class PPOTrainer(Generic[PolicyT]):
     @property
     def is_eval_due(self) -> bool:
         """True before the first step, after every `eval.steps` steps and after the last one."""
-        steps = self.config.eval.steps
-        if not self.eval_prompts or steps <= 0:
-            return False
-        return is_due(self.step, steps) or self.step == self.total_steps
+        own, steps = self.config.eval, self.config.eval.steps
+        is_asked = own.eval_only or (own.eval_at_start and self.step == 0)
+        due = steps > 0 and (is_due(self.step, steps) or self.step == self.total_steps)
+        return bool(self.eval_prompts) and (is_asked or due)
 
     @property
     def weight_version(self) -> int:

@@ -12,7 +12,7 @@ from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.sources import check_columns
 from openrlhf.errors import ErrorCode, UsageError, counted
-from openrlhf.models.experts import check_experts
+from openrlhf.models.experts import check_experts, check_routers
 from openrlhf.models.loading import check_model, check_room, load_config, policy_processor, policy_tokenizer
 from openrlhf.models.router_replay import check_replay
 from openrlhf.models.saving import check_saving
@@ -73,6 +73,8 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     ask(ACTOR_FLAG, lambda: check_saving(actor, ACTOR_FLAG, policy_processor(config)))
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
+    if config.actor.freeze_moe_router:
+        ask(ACTOR_FLAG, check_routers, actor, ACTOR_FLAG, "--actor.freeze_moe_router")
     if config.algo.router_replay:
         ask(ACTOR_FLAG, lambda: check_replay(load_config(actor, ACTOR_FLAG), ACTOR_FLAG, actor))
     if path := config.teacher.model_name_or_path:

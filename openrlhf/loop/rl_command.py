@@ -94,7 +94,9 @@ class RLRun:
                 self.train()
         finally:
             stop_ray()
-        publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
+        if config.exports:
+            policy, prompts = config.actor.model_name_or_path, config.data.prompt_dataset
+            publish(config, PPO, base_model=policy, datasets=prompts)
 
     def prepare(self, held: ExitStack) -> None:
         """Reserves GPUs, reads the data and selects the checkpoint to resume from. Locks the run's folders
@@ -139,10 +141,8 @@ class RLRun:
                     explaining_exits(lambda: roles.members),
                 ):
                     trainer.fit()
-                    with trainer.observer.phase("save the model"):
-                        roles.policy.export(config.ckpt.output_dir).result()  # bounded: by watchdog.py
-                        if roles.critic and config.critic.save_value_network:
-                            roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
+                    if config.exports:
+                        self.export(trainer, roles)
             finally:
                 watchdog.close()
                 trainer.observer.close()
@@ -151,6 +151,12 @@ class RLRun:
                 roles.end()  # without a head, it would wait for a minute
             finally:
                 ended.set()
+
+    def export(self, trainer: PPOTrainer[PolicyRanks], roles: Roles) -> None:
+        with trainer.observer.phase("save the model"):
+            roles.policy.export(self.config.ckpt.output_dir).result()  # bounded: by watchdog.py
+            if roles.critic and self.config.critic.save_value_network:
+                roles.critic.export(self.config.critic_output_dir).result()  # bounded: likewise
 
 
 def end_without_head(trainer: PPOTrainer[PolicyRanks], address: str) -> None:

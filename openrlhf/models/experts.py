@@ -1,4 +1,5 @@
-"""Computes the load-balancing loss of mixtures of experts: how evenly a model's routers use their experts."""
+"""Computes the load-balancing loss of mixtures of experts: how evenly a model's routers use their experts.
+Freezes routers."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -78,3 +79,24 @@ def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef"
 def _balance_function(model_type: type) -> Callable[..., Tensor] | None:
     """Returns transformers' load-balancing loss for an architecture; None if it has none."""
     return getattr(sys.modules[model_type.__module__], "load_balancing_loss_func", None)
+
+
+def freeze_routers(model: nn.Module) -> None:
+    """Freezes the routers, so that the experts of a token change only with what the routers read."""
+    for module in model.modules():
+        if _is_router(type(module).__name__):
+            module.requires_grad_(False)
+
+
+def check_routers(path: str, flag: str, freeze_flag: str) -> None:
+    """Raises UsageError if the model at `path` has no routers, which `freeze_flag` freezes. Loads no
+    weights."""
+    config = load_config(path, flag)
+    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_type is None or not any(map(_is_router, vars(sys.modules[model_type.__module__]))):
+        text = f"a {config.model_type} has no routers.\nRemove {freeze_flag}."
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
+
+
+def _is_router(class_name: str) -> bool:
+    return class_name.endswith("Router")

@@ -51,7 +51,9 @@ class Sampling:
 
     @classmethod
     def for_evaluation(cls, config: PPOConfig) -> "Sampling":
-        return cls._of(config, "eval", config.eval.n_samples_per_prompt, config.eval.temperature)
+        sampling = cls._of(config, "eval", config.eval.n_samples_per_prompt, config.eval.temperature)
+        top_p, most = config.eval.top_p or sampling.top_p, config.eval.max_new_tokens
+        return replace(sampling, top_p=top_p, max_new_tokens=most or sampling.max_new_tokens)
 
     @classmethod
     def _of(cls, config: PPOConfig, purpose: Purpose, num_samples: int, temperature: float) -> "Sampling":

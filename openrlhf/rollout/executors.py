@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, MultiTurnAgentExecutor, RewardError, StepTimeout
@@ -19,6 +20,7 @@ from openrlhf.user_file import (
     UnusableFile,
     import_place,
     import_problem,
+    imports,
     located,
     resolved,
     split,
@@ -31,6 +33,10 @@ FORM = (
     "Define `class {}(AgentExecutorBase)` with\n`async def execute(self, prompt, label, "
     "sampling_params, max_length, hf_tokenizer, llm_engine)`, which returns a dict."
 )
+
+
+MOLT = "openrlhf.environments.molt"
+"""Module that adapts agent files of Molt, whose class is `AgentRunner`."""
 
 
 class EnvironmentFailed(Exception):
@@ -79,8 +85,9 @@ def load_agent(
     place, given = split(reference)
     name = given or "AgentExecutor"
     form = FORM.format(name)
+    adapt = import_module(MOLT).adapter() if imports(place, "molt") else lambda found: found
     module = import_place(place, "agent_func")
-    found = getattr(module, name, None)
+    found = adapt(getattr(module, name, None if given else getattr(module, "AgentRunner", None)))
     if not inspect.isclass(found):
         if not given and has_step(module):
             return lambda setting: MultiTurnAgentExecutor(step_environment(place))

@@ -28,7 +28,7 @@ def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
 
 def num_updates(config: PPOConfig, num_prompts: int, first_step: int = 0) -> int:
     """Returns the number of optimizer steps of a model that is trained from RL step `first_step` on."""
-    samples, batch_size = config.rollout.n_samples_per_prompt, config.train.batch_size
+    samples, batch_size = config.rollout.n_samples_per_prompt, config.samples_per_update
     steps = prompts_of_steps(config, num_prompts)[first_step:]
     return config.train.max_epochs * sum(num_batches(prompts * samples, batch_size) for prompts in steps)
 
@@ -111,7 +111,7 @@ def build_schedule(
     return training_schedule(
         batch.lengths.tolist(),
         trained_on,
-        num_batches=num_batches(num_sampled, config.train.batch_size),
+        num_batches=num_batches(num_sampled, config.samples_per_update),
         epochs=config.train.max_epochs,
         num_ranks=model.data_parallel_size,
         seed=(config.train.seed, model.num_updates),

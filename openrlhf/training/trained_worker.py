@@ -32,6 +32,7 @@ from openrlhf.faults import fault
 from openrlhf.files import exporting
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel, get_row_layout
+from openrlhf.models.experts import freeze_routers
 from openrlhf.models.loading import (
     policy_processor,
 )
@@ -226,6 +227,8 @@ class PolicyWorker(TrainedWorker):
         model = prepare_for_training(model, ds)
         if self.config.actor.freeze_visual_encoder:
             freeze_vision(model)
+        if self.config.actor.freeze_moe_router:
+            freeze_routers(model)
         return PolicyModel(model)
 
     def forward_without_adapters(self, batch: Batch) -> np.ndarray:
@@ -359,7 +362,10 @@ class CriticWorker(TrainedWorker):
         gets a new head."""
         ds = self.config.ds
         scorer = load_reward_model(self.config, path, flag, in_4bit=ds.load_in_4bit)
-        return ValueModel(prepare_for_training(scorer.model, ds))
+        model = prepare_for_training(scorer.model, ds)
+        if self.config.critic_freezes_router:
+            freeze_routers(model)
+        return ValueModel(model)
 
     def read(self, model: Callable, row: PackedRow) -> Tensor:
         return model(row)

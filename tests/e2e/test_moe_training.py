@@ -1,6 +1,7 @@
 """A mixture of experts trained through the command: it learns, and its load is balanced."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,31 @@ def test_a_mixture_of_experts_learns_and_balances(
     assert one[STEPS]["sft/loss"] < one[1]["sft/loss"] - 0.5
     assert one[STEPS]["balance_loss"] - 2 < 0.5 * (one[1]["balance_loss"] - 2)
     hf.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["deepspeed", "torch"])
+def test_frozen_routers_stay_as_they_are_through_a_resume(
+    task: TaskFiles, model: Path, tmp_path: Path, backend: str
+) -> None:
+    """On two ranks that shard the weights. A run that resumes from step 8 ends with the bits of one that does
+    not stop."""
+    flags = f"--model.freeze_moe_router --train.backend {backend} --ds.zero_stage 3 --ckpt.save_steps 4"
+    whole = sft(task, model, tmp_path / "whole", 2, f"{flags} --ckpt.path {tmp_path / 'ckpt'}")
+    shutil.rmtree(tmp_path / "ckpt" / f"global_step{STEPS}")
+    (tmp_path / "ckpt" / "latest").write_text("global_step8")
+    again = sft(
+        task, model, tmp_path / "again", 2, f"{flags} --ckpt.path {tmp_path / 'ckpt'} --ckpt.load_enable"
+    )
+    assert again[STEPS]["sft/loss"] == whole[STEPS]["sft/loss"] < whole[1]["sft/loss"] - 0.5
+    before, after, resumed = (
+        hf.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (model, tmp_path / "whole" / "model", tmp_path / "again" / "model")
+    )
+    routers = {name for name in before if name.endswith("mlp.gate.weight")}
+    assert len(routers) == 2
+    assert {name for name in before if torch.equal(before[name], after[name])} == routers
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
 
 
 @pytest.fixture(scope="module")

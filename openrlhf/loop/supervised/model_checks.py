@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.loop.supervised.task import Task
-from openrlhf.models.experts import check_experts
+from openrlhf.models.experts import check_experts, check_routers
 from openrlhf.models.loading import check_model, processor_around
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
@@ -21,6 +21,8 @@ def check_models(task: Task) -> None:
     check_saving(own, MODEL_FLAG, reader_of(config))
     if config.model.aux_loss_coef > 0:
         check_experts(own, MODEL_FLAG)
+    if config.model.freeze_moe_router:
+        check_routers(own, MODEL_FLAG, "--model.freeze_moe_router")
     if (size := config.ds.tensor_parallel_size) > 1:
         for flag, path in task.models().items():
             check_tensor_parallel(path, flag, size)

@@ -45,6 +45,7 @@ from openrlhf.loop.supervised.model_checks import reader_of
 from openrlhf.loop.supervised.task import Task
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
+from openrlhf.models.experts import freeze_routers
 from openrlhf.models.loading import log_stops
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.vision import freeze_vision
@@ -113,6 +114,8 @@ class SupervisedRun(Generic[ConfigT]):
         module = self.task.load_model(self.tokenizer)
         if self.config.model.freeze_visual_encoder:
             freeze_vision(module.model)
+        if self.config.model.freeze_moe_router:
+            freeze_routers(module.model)
         prepare_for_training(module.model, self.config.ds)
         return module
 

@@ -73,11 +73,11 @@ def ppo_batches(config: PPOConfig, lengths: Lengths, rows: int | None) -> Batche
     steps = None if rows is None else prompts_of_steps(config, rows)
     prompts = max(steps, default=1) if steps is not None else config.rollout.batch_size
     samples = prompts * config.rollout.n_samples_per_prompt
-    ranks, batch = config.data_parallel_size, min(config.train.batch_size, samples)
+    ranks, batch = config.data_parallel_size, min(config.samples_per_update, samples)
     return Batches(
         prompts=prompts,
         samples=samples,
-        updates=num_batches(samples, config.train.batch_size) * config.train.max_epochs,
+        updates=num_batches(samples, config.samples_per_update) * config.train.max_epochs,
         batch_size=batch,
         ranks=ranks,
         samples_per_rank=batch / ranks,

@@ -247,6 +247,35 @@ def test_steps_that_cannot_be_used(tmp_path: Path, step: str, text: str) -> None
     assert len(t.turn_starts) == 1  # the journal has what was sampled
 
 
+@pytest.mark.parametrize(
+    ("said", "truncated"),
+    [
+        ('"done": False, "truncated": True', True),
+        ('"done": True, "truncated": True', True),
+        ('"done": True, "truncated": False', False),
+        ('"done": True, "truncated": None', True),
+        ('"done": True', True),
+    ],
+)
+def test_an_environment_says_that_a_limit_of_its_own_ends_the_episode(
+    tmp_path: Path, said: str, truncated: bool
+) -> None:
+    """The engine cuts the answer off, which counts if the environment says nothing."""
+    path = tmp_path / "agent.py"
+    step = f"    async def step(self, states, **kwargs):\n        return {{'rewards': 0.5, {said}}}\n"
+    path.write_text(f"{IMPORTS}class AgentInstance(AgentInstanceBase):\n{step}{EXECUTOR}")
+    engine = Engine(tokens(" 3"), finish_reason="length")
+
+    async def episode() -> Trajectory:
+        user = await UserExecutor.load(str(path), AgentSetting(tokenizer=TOKENIZER, max_length=200))
+        sampling = replace(Sampling.for_training(PPOConfig()), max_len=200)
+        runner = EpisodeRunner(engine, TOKENIZER, user, [2])
+        return (await runner.run_group(Prompt(prompt_id=0, text="1", label="2"), sampling)).trajectories[0]
+
+    sample = asyncio.run(episode())
+    assert (sample.reward, sample.truncated, len(engine.asked)) == (0.5, truncated, 1)
+
+
 @pytest.mark.parametrize("wait", ["await asyncio.sleep(60)", "return time.sleep(0.4)"])
 def test_a_step_that_takes_too_long(tmp_path: Path, wait: str) -> None:
     path = agent(tmp_path, wait)

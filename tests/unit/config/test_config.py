@@ -51,6 +51,22 @@ CHECKS = [
         "--model.gradient_checkpointing_reentrant",
         "model.aux_loss_coef",
     ),
+    (PPO, "--train.force_on_policy --train.max_epochs 2", "conflict", "--train.max_epochs 2", "use 1"),
+    (
+        PPO,
+        "--train.force_on_policy --rollout.batch_size 3 --actor.num_gpus_per_node 2",
+        "conflict",
+        "--rollout.batch_size 3",
+        "3 is not a multiple of the 2 data-parallel ranks",
+    ),
+    (PPO, "--eval.eval_only", "missing-flag", "--eval.eval_only", "--eval.dataset"),
+    (
+        PPO,
+        "--eval.dataset org/rows --eval.steps 1 --eval.max_new_tokens 64 --data.max_len 64",
+        "conflict",
+        "--eval.max_new_tokens 64",
+        "raise data.max_len",
+    ),
     (SFT, "--ds.deepcompile", "unsupported", "--ds.deepcompile", "remove it"),
     (
         PPO,
@@ -617,6 +633,13 @@ def test_flash_attention_of_a_package_gives_way_where_ranks_share_rows() -> None
 
 
 REMARKS = [
+    (
+        PPO,
+        "--train.force_on_policy --train.batch_size 64",
+        "--train.batch_size 64",
+        "with --train.force_on_policy",
+    ),
+    (PPO, "--eval.eval_at_start", "--eval.eval_at_start", "without --eval.dataset"),
     (PPO, f"{CRITIC} --critic.muon.lr 1", "--critic.muon.lr 1.0", "--critic.optim"),
     (
         PPO,

@@ -451,6 +451,33 @@ def test_without_evaluation(tmp_path, eval_prompts, steps):
     assert list(metrics_of(tmp_path)) == [1, 2, 3]
 
 
+def test_an_evaluation_before_the_first_step_alone(tmp_path):
+    config = config_of(tmp_path)
+    config = replace(config, eval=replace(config.eval, steps=-1, eval_at_start=True))
+    trainer = trainer_of(tmp_path, config)
+    fit(trainer)
+    assert trainer.policy.calls[:2] == ["sync 0", "evaluate"]
+    assert trainer.policy.calls.count("evaluate") == 1
+    assert list(metrics_of(tmp_path)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("steps", [-1, 1])
+def test_a_run_that_evaluates_only_trains_and_saves_nothing(tmp_path, steps):
+    """A resumed one evaluates the checkpoint's weights, whatever the step."""
+    config = config_of(tmp_path / "trained", save_steps=2)
+    trained = trainer_of(tmp_path / "trained", config)
+    fit(trained)
+    config = replace(config, eval=replace(config.eval, steps=steps, eval_only=True))
+    for resume, version in ((None, 0), ("global_step2", 2)):
+        path = tmp_path / f"{resume}"
+        only = trainer_of(path, config, resume=resume, saved=trained.policy.saved, score=lambda p, v: v / 10)
+        fit(only)
+        calls = [call for call in only.policy.calls if not call.startswith("resume")]
+        assert calls == [f"sync {version}", "evaluate"]
+        (metrics,) = metrics_of(path).values()
+        assert metrics["eval/math_score_mean"] == version / 10
+
+
 def filtering(config: PPOConfig) -> PPOConfig:
     algo = replace(config.algo, dynamic_filtering_enable=True, dynamic_filtering_max_batches=20)
     return replace(config, algo=algo)

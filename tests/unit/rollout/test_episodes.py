@@ -303,6 +303,9 @@ def test_sampling_of_a_configuration():
     assert Sampling.for_training(config) == train
     evaluation = replace(train, purpose="eval", num_samples=2, temperature=0.1, max_kept_tokens=0)
     assert Sampling.for_evaluation(config) == evaluation
+    own = replace(config, eval=replace(config.eval, top_p=0.3, max_new_tokens=5))
+    assert Sampling.for_evaluation(own) == replace(evaluation, top_p=0.3, max_new_tokens=5)
+    assert Sampling.for_training(own) == train
 
 
 def test_episodes_at_a_time() -> None:

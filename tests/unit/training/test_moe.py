@@ -16,7 +16,7 @@ from torch import nn
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
-from openrlhf.models.experts import check_experts, recorded_balance
+from openrlhf.models.experts import check_experts, check_routers, freeze_routers, recorded_balance
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
@@ -250,3 +250,28 @@ def test_policies_and_critics_balance_their_experts(folders: dict) -> None:
         balance = metrics["policy/balance_loss"]
         assert balance > 2.01
         assert loss.item() == pytest.approx((plain + COEF * balance).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_routers_do_not_move_and_have_no_optimizer_state(folders: dict, name: str) -> None:
+    """All other weights move; the experts' outputs still have gradients through the routers' weights."""
+    policy, row = policy_of(folders[name]), PackedRow.of([sample(20, seed=1)])
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    freeze_routers(policy.model)
+    learns = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learns, lr=1e-2, weight_decay=0.1)
+    BalancedObjective(objective=SFTObjective(), coef=COEF)(policy, row, norm_of(row))[0].backward()
+    optimizer.step()
+    moved = {n: not torch.equal(p, before[n]) for n, p in policy.model.named_parameters()}
+    routers = {n for n in moved if n.endswith("mlp.gate.weight")}
+    assert len(routers) == SHAPE["num_hidden_layers"]
+    assert {n for n, changed in moved.items() if not changed} == routers
+    assert len(optimizer.state) == len(moved) - len(routers)
+
+
+def test_a_model_without_routers_is_refused(folders: dict) -> None:
+    with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folders["dense"]) as refusal:
+        check_routers(str(folders["dense"]), "--model", "--actor.freeze_moe_router")
+    assert "--actor.freeze_moe_router" in refusal.value.text
+    for name in MODELS:
+        check_routers(str(folders[name]), "--model", "--actor.freeze_moe_router")

@@ -1,17 +1,19 @@
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from records import group_of
+from records import batch_of, group_of, trajectory
 
 from openrlhf.config.ppo import AlgoConfig, CriticConfig, PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.observability.hooks.base import Step
 from openrlhf.training.collect import Collector
 from openrlhf.training.schedule import (
+    build_schedule,
     mean_metrics,
     num_batches,
     num_updates,
@@ -51,6 +53,21 @@ def test_each_epoch_visits_each_sample_once(lengths, num_batches, epochs, num_ra
 )
 def test_number_of_steps(num_sampled, batch_size, expected):
     assert num_batches(num_sampled, batch_size) == expected
+
+
+@pytest.mark.parametrize(("forced", "updates", "of_run"), [(False, 4, 10), (True, 1, 3)])
+def test_a_step_on_policy_is_one_optimizer_step(forced, updates, of_run):
+    """20 prompts x 2 samples in steps of 8, 8 and 4 prompts; a batch has 4 samples, or all of a step."""
+    config = PPOConfig(
+        rollout=RolloutConfig(batch_size=8, n_samples_per_prompt=2),
+        train=TrainConfig(batch_size=4, force_on_policy=forced),
+    )
+    assert config.updates_per_step == updates
+    assert num_updates(config, 20) == of_run
+    batch = batch_of([trajectory(0.0, [2, 3])] * 16)
+    model = SimpleNamespace(data_parallel_size=2, num_updates=0)
+    schedule = build_schedule(config, model, batch, range(16), 16, routed=False)
+    assert [sum(map(len, ranks)) for ranks in schedule] == [16 // updates] * updates
 
 
 def test_failed_samples_make_batches_smaller_not_fewer():
