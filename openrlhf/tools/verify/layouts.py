@@ -58,7 +58,7 @@ def steps(
     run: Any, layouts: Iterable[str] = LAYOUTS, indices: Sequence[int] | None = None
 ) -> Iterator[LayoutStep]:
     """Yields one optimizer step for each layout, on the items at `indices` of the run's training set (all by
-    default) as one batch. `run`: a `Run` of loop/task.py with learning rate 0."""
+    default) as one batch. `run`: a `SupervisedRun` with learning rate 0."""
     engine, task = run.engine, run.task
     prepare = objective_of_rows(run)
     items = run.train_set if indices is None else Chosen(run.train_set, indices)
