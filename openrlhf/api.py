@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for users
     from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase
     from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
+    from openrlhf.algorithms.curricula.base import Curriculum
     from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
     from openrlhf.errors import RunError, UsageError
     from openrlhf.loop.lanes import Result
@@ -73,7 +74,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.parse import Invocation, parse, to_yaml
     from openrlhf.config.ppo import (
         ACTOR_FLAG, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, REWARD_FLAG, RewardConfig,
-        TEACHER_FLAG,
+        TaskConfig, TEACHER_FLAG,
     )
     from openrlhf.config.ppo_checks import reward_function
     from openrlhf.config.ppo_command import PPO
