@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.parse import Invocation, parse, to_yaml
     from openrlhf.config.ppo import (
         ACTOR_FLAG, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, REWARD_FLAG, RewardConfig,
-        TaskConfig, TEACHER_FLAG,
+        TEACHER_FLAG,
     )
     from openrlhf.config.ppo_checks import reward_function
     from openrlhf.config.ppo_command import PPO

@@ -36,7 +36,6 @@ def try_out(build: Callable[[], Selectable]) -> None:
         return
     if isinstance(kind, Curriculum):
         _try_curriculum(kind)
-        return
     for counts in COUNTS:
         if isinstance(kind, PolicyLoss):
             _try_loss(kind, torch.tensor(counts))
@@ -75,13 +74,11 @@ def _try_estimator(estimator: AdvantageEstimator) -> None:
 
 
 def _try_curriculum(curriculum: Curriculum) -> None:
-    """Asks for two of three prompts, tells their scores, and restores the state."""
+    """Asks for one of three prompts, tells its scores, and restores the state."""
     curriculum.prompts, curriculum.seed = [Prompt(prompt_id=i, text="") for i in range(3)], 0
-    chosen = list(curriculum.choose(2))
-    if len(chosen) != 2 or not {*chosen} <= {0, 1, 2}:
-        raise _broken(f"choose(2) must return two indices of three prompts, 0 to 2, and not {chosen}")
-    for index, scores in zip(chosen, ([0.0, 1.0], []), strict=True):
-        curriculum.observe(index, scores)
+    if (chosen := curriculum.choose()) not in range(3):
+        raise _broken(f"choose() must return the index of one of three prompts, 0 to 2, and not {chosen}")
+    curriculum.observe(chosen, [0.0, 1.0])
     curriculum.load_state_dict(curriculum.state_dict())
 
 

@@ -70,22 +70,18 @@ def list_flags(config_type: type) -> Mapping[str, Field]:
     return {field.key: field for field in _walk(config_type, "")}
 
 
-@cache
-def tables(config_type: type) -> Mapping[str, type]:
-    """Returns the class of the entries of each table: of `tasks: Mapping[str, TaskConfig]`, whose flags are
-    `tasks.NAME.FIELD`."""
-    hints = get_type_hints(config_type)
-    entries = {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Mapping}
-    return {name: entry for name, entry in entries.items() if is_dataclass(entry)}
-
-
 def find_flag(config_type: type, key: str) -> Field | None:
-    """Returns the flag of this key, also that of an entry of a table; None if there is none."""
+    """Returns the flag of this key; None if there is none. The flags of a table are `tasks.NAME.KEY`."""
     table, _, rest = key.partition(".")
     if entry := tables(config_type).get(table):
         field = list_flags(entry).get(rest.partition(".")[2])
         return field and replace(field, key=key)
     return list_flags(config_type).get(key)
+
+
+def tables(config_type: type) -> Mapping[str, type]:
+    """Returns the tables of a configuration: mappings of `NAME.KEY` to values, with the class of the keys."""
+    return getattr(config_type, "TABLES", {})
 
 
 def find_change(config_type: type, key: str) -> OnResume:
@@ -97,15 +93,16 @@ def find_change(config_type: type, key: str) -> OnResume:
 
 
 def flag_values(config: Any) -> dict[str, Any]:
-    """Returns the values of all flags, and of the options and entries in a mapping, by key."""
+    """Returns the values of all flags, and of the options in a mapping, by key."""
     values: dict[str, Any] = {}
-    is_table = isinstance(config, Mapping)
-    for name in config if is_table else _names(type(config)):
-        value = config[name] if is_table else getattr(config, name)
+    for name in _names(type(config)):
+        value = getattr(config, name)
         if isinstance(value, PLAIN):  # of most flags, and quicker to recognize than the others
             values[name] = value
-        elif is_dataclass(value) or isinstance(value, Mapping):
+        elif is_dataclass(value):
             values |= {f"{name}.{key}": inner for key, inner in flag_values(value).items()}
+        elif isinstance(value, Mapping):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
             values[name] = value
     return values
@@ -121,22 +118,12 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(config, Mapping):
         return {**config, **values}
     here = {key: value for key, value in values.items() if "." not in key}
-    for section, inner in _by_section(values).items():
-        own, entry = getattr(config, section), tables(type(config)).get(section)
-        if entry:
-            inner = {n: with_values(own.get(n, entry()), of_n) for n, of_n in _by_section(inner).items()}
-        here[section] = with_values(own, inner)
+    for section in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
+        inner = {
+            key[len(section) + 1 :]: value for key, value in values.items() if key.startswith(section + ".")
+        }
+        here[section] = with_values(getattr(config, section), inner)
     return replace(config, **here)
-
-
-def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Groups the values whose keys have a section."""
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, dot, rest = key.partition(".")
-        if dot:
-            found.setdefault(section, {})[rest] = value
-    return found
 
 
 def format_flag(config: Any, key: str) -> str:

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
-from openrlhf.algorithms.advantages.by_task import ByTask
 from openrlhf.algorithms.corrections import CORRECTIONS, Correction
 from openrlhf.algorithms.corrections.gated import Gated
 from openrlhf.algorithms.curricula import CURRICULA
@@ -60,6 +59,9 @@ PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]
 LossAggregation = Annotated[str, OneOf(AGGREGATIONS)]
 ISCorrectionType = Annotated[str, OneOf(CORRECTIONS)]
 ProximalPolicyName = Annotated[str, OneOf(PROXIMAL_POLICIES)]
+GroupEstimator = Literal["group_norm", "dr_grpo", "rloo"]
+GROUP_ESTIMATORS: tuple[str, ...] = get_args(GroupEstimator)
+"""Estimators that compare the samples of a prompt alone."""
 CurriculumName = Annotated[str, OneOf(CURRICULA)]
 Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
 
@@ -425,8 +427,8 @@ class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A task: the prompts whose column `datasource` is NAME, or without that column those of the dataset
-    NAME.jsonl in a list of several, and what differs for them. None: as for the whole run."""
+    """The prompts with NAME in the column `datasource`, or else those of a dataset NAME.jsonl, and what
+    differs for them. None: as in the whole run."""
 
     quota: Count | None = None
     """Number of prompts of the task in each RL step. The quotas of all tasks add up to rollout.batch_size. A
@@ -438,9 +440,9 @@ class TaskConfig:
     """Agent of the task, in the form of train.agent_func_path."""
     temperature: Positive | None = None
     """Sampling temperature of the task in training. Log-probs of training use it too."""
-    estimator: EstimatorName | None = None
-    """Advantage estimator, which compares the task's samples alone. For estimators that neither whiten nor
-    discount."""
+    estimator: GroupEstimator | None = None
+    """Advantage estimator of the task. The run's estimator must be one of these, too: they compare the
+    samples of a prompt alone, so tasks do not mix."""
     kl_coef: PositiveOrZero | None = None
     """Weight of the KL penalty in the task's rewards, in place of algo.kl.init_coef."""
     overlong_buffer_len: Positive | None = None
@@ -450,24 +452,16 @@ class TaskConfig:
     stop_properly_penalty_coef: Annotated[float, Range(at_most=1)] | None = None
     """Reward of truncated responses, as reward.stop_properly_penalty_coef."""
 
-    @property
-    def shapes_rewards(self) -> bool:
-        """True if its rewards become advantages in another way than those of other tasks."""
-        shaping = list(TASK_FLAGS)[3:]
-        return any(getattr(self, name) is not None for name in shaping)
 
-
+PENALTIES = ("overlong_buffer_len", "overlong_penalty_factor", "stop_properly_penalty_coef")
 TASK_FLAGS = {
     "reward": "reward.remote_url",
     "agent": "train.agent_func_path",
     "temperature": "rollout.temperature",
     "estimator": "algo.advantage.estimator",
-    "kl_coef": "algo.kl.init_coef",
-    "overlong_buffer_len": "reward.overlong_buffer_len",
-    "overlong_penalty_factor": "reward.overlong_penalty_factor",
-    "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef",
+    **{name: f"reward.{name}" for name in PENALTIES},
 }
-"""Fields of a task -> the flags whose values they replace."""
+"""Values of a task -> the flags whose values they replace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -721,11 +715,6 @@ SELECTING: Mapping[str, Registry] = {
 """Registries of the flags that select a class, by key."""
 
 
-def _registry(key: str) -> Registry:
-    """Returns the registry of a flag that selects a class; those of tasks select estimators."""
-    return SELECTING.get(key, ESTIMATORS)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(TrainingConfig):
     """Reinforcement learning with Ray, vLLM and DeepSpeed."""
@@ -736,7 +725,8 @@ class PPOConfig(TrainingConfig):
     teacher: PPOTeacherConfig = PPOTeacherConfig()
     reward: RewardConfig = RewardConfig()
     data: PromptDataConfig = PromptDataConfig()
-    tasks: Mapping[str, TaskConfig] = field(default_factory=dict)
+    TABLES: ClassVar[Mapping[str, type]] = {"tasks": TaskConfig}
+    tasks: Mapping[str, Any] = field(default_factory=dict)
     rollout: RolloutConfig = RolloutConfig()
     vllm: VllmConfig = VllmConfig()
     train: TrainConfig = TrainConfig()
@@ -782,13 +772,13 @@ class PPOConfig(TrainingConfig):
     @property
     def selected(self) -> dict[str, type[Selectable]]:
         """Returns the selected classes by flag."""
-        return {key: _registry(key)[name] for key, name in self._names.items()}
+        return {key: SELECTING[key][name] for key, name in self._names.items()}
 
     @property
     def references(self) -> dict[str, str]:
         """Returns the references of flags that select a class of the user or of an installed package, by
         flag."""
-        found = {key: _registry(key).reference(name) for key, name in self._names.items()}
+        found = {key: SELECTING[key].reference(name) for key, name in self._names.items()}
         return {key: reference for key, reference in found.items() if reference}
 
     def with_references(self, here: Callable[[str], str]) -> "PPOConfig":
@@ -800,25 +790,18 @@ class PPOConfig(TrainingConfig):
     def _names(self) -> dict[str, str]:
         values = flag_values(self)
         corrects = self.algo.advantage.is_correction_enable
-        keys = [*SELECTING, *(f"tasks.{name}.estimator" for name in self.tasks)]
-        return {key: values[key] for key in keys if values[key] and (corrects or key != CORRECTION_KEY)}
+        chosen = [key for key in SELECTING if values[key] and (corrects or key != CORRECTION_KEY)]
+        return {key: values[key] for key in chosen}
+
+    def task_values(self, name: str) -> dict[str, Any]:
+        """Returns task -> its value of `TaskConfig.{name}`, for the tasks that have one."""
+        values = {key.partition(".")[::2]: value for key, value in self.tasks.items()}
+        return {task: value for (task, own), value in values.items() if own == name and value is not None}
 
     def for_source(self, source: str) -> "PPOConfig":
         """Returns the configuration of the prompts of a source: with the values of its task."""
-        task = self.tasks.get(source, TaskConfig())
-        values = {flag: getattr(task, name) for name, flag in TASK_FLAGS.items()}
+        values = {flag: self.task_values(key).get(source) for key, flag in TASK_FLAGS.items()}
         return with_values(self, {flag: value for flag, value in values.items() if value is not None})
-
-    def task_values(self, name: str) -> dict[str, Any]:
-        """Returns task -> value of a field of `TaskConfig`, for the tasks that have one."""
-        values = {task: getattr(own, name) for task, own in self.tasks.items()}
-        return {task: value for task, value in values.items() if value is not None}
-
-    def build_estimator(self) -> AdvantageEstimator:
-        own = self.task_values("estimator")
-        tasks = {task: ESTIMATORS[name].of(self.algo.options) for task, name in own.items()}
-        run = self.algo.build_estimator()
-        return ByTask(run=run, tasks=tasks) if tasks else run
 
     def temperature(self, source: str) -> float:
         """Returns the sampling temperature of a source in training."""
@@ -845,10 +828,9 @@ class PPOConfig(TrainingConfig):
     @property
     def reward_functions(self) -> dict[str, str]:
         """References of the reward functions by flag, without reasoning_gym's verifier."""
-        named = {"reward.remote_url": self.reward.function}
-        for task in self.task_values("reward"):
-            named[f"tasks.{task}.reward"] = self.for_source(task).reward.function
-        return {key: name for key, name in named.items() if name}
+        named = {f"tasks.{task}.reward": self.for_source(task).reward for task in self.task_values("reward")}
+        named["reward.remote_url"] = self.reward
+        return {key: name for key, reward in named.items() if (name := reward.function)}
 
     @property
     def users_files(self) -> list[str | None]:

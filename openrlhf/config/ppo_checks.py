@@ -13,7 +13,7 @@ from openrlhf.config import checks
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import flag_values
-from openrlhf.config.ppo import PPOConfig, RewardConfig
+from openrlhf.config.ppo import GROUP_ESTIMATORS, PPOConfig, RewardConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.config.speculation import parse_speculation
@@ -367,42 +367,29 @@ def _sources(c: PPOConfig) -> Iterator[Problem]:
 
 def _tasks(c: PPOConfig) -> Iterator[Problem]:
     """Checks what each task sets for itself."""
-    for name, task in c.tasks.items():
-        own = c.for_source(name)
-        if (plain := re.sub(r"\W+", "_", name)) != name:
+    for key in c.tasks:
+        if (plain := re.sub(r"\W+", "_", task := key.partition(".")[0])) != task:
             text = f"a task's name has _ for what is no letter or digit of the datasource; call it {plain}"
-            yield Problem(f"tasks.{name}.quota", text, ErrorCode.INVALID_VALUE)
-        if task.reward and own.train.agent_func_path:
-            text = f"the agent {own.train.agent_func_path} gives the rewards of this task; remove one of them"
-            yield Problem(f"tasks.{name}.reward", text)
-        elif task.reward:
-            yield from _reward_names(f"tasks.{name}.reward", own.reward)
-        if task.reward and c.reward.models and c.reward.model_weights is None:
+            yield Problem(f"tasks.{key}", text, ErrorCode.INVALID_VALUE)
+    for task in c.task_values("reward"):
+        key, own = f"tasks.{task}.reward", c.for_source(task)
+        yield from _reward_names(key, own.reward)
+        if agent := own.train.agent_func_path:
+            yield Problem(key, f"the agent {agent} gives the rewards of this task; remove one of the two")
+        if c.reward.models and c.reward.model_weights is None:
             text = "the reward models score all tasks; --reward.model_weights adds their scores to this one"
-            yield Problem(f"tasks.{name}.reward", text)
-        if (task.overlong_buffer_len or 0) > c.longest_response:
-            text = f"is more than the longest response; use at most {c.longest_response}"
-            yield Problem(f"tasks.{name}.overlong_buffer_len", text)
-        if task.kl_coef is not None and (why := _kl_of_tasks(c)):
-            yield Problem(f"tasks.{name}.kl_coef", why)
-        for flag, traits in {"algo.advantage": c, f"tasks.{name}": own}.items() if task.estimator else ():
-            traits = traits.algo.advantage.traits
-            if not traits.needs_group or traits.whiten or traits.discounts or traits.needs_log_probs:
-                text = (
-                    f"{flag}.estimator does more than compare the samples of a prompt, over the whole step; "
-                )
-                yield Problem(
-                    f"tasks.{name}.estimator", f"{text}use group_norm, dr_grpo or rloo", ErrorCode.UNSUPPORTED
-                )
-
-
-def _kl_of_tasks(c: PPOConfig) -> str:
-    """Returns the reason why tasks have no KL coefficients of their own; "" if they may."""
-    if not c.uses_reference:
-        return "there is no reference model; set --algo.kl.init_coef above 0, for the other tasks"
-    if c.algo.kl.use_loss:
-        return "a KL in the loss has one weight for the whole batch; remove --algo.kl.use_loss"
-    return "algo.kl.target adapts one weight for all tasks; remove one of the two" if c.adapts_kl else ""
+            yield Problem(key, text)
+    no_kl = {
+        "without a reference model; set --algo.kl.init_coef, that of other tasks": not c.uses_reference,
+        "a KL in the loss has one weight for the whole batch; remove --algo.kl.use_loss": c.algo.kl.use_loss,
+        "algo.kl.target adapts one weight for all tasks; remove one of the two": c.adapts_kl,
+    }
+    for text in (text for text, is_so in no_kl.items() if is_so):
+        yield from (Problem(f"tasks.{task}.kl_coef", text) for task in c.task_values("kl_coef"))
+    if (name := c.algo.advantage.estimator) not in GROUP_ESTIMATORS:
+        text = f"the run's estimator {name} does more than compare the samples of a prompt, over all tasks; "
+        text += f"use {', '.join(GROUP_ESTIMATORS)} for --algo.advantage.estimator"
+        yield from (Problem(f"tasks.{task}.estimator", text) for task in c.task_values("estimator"))
 
 
 def _quotas(c: PPOConfig) -> Iterator[Problem]:

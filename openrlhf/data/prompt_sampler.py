@@ -4,7 +4,7 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -180,19 +180,21 @@ class Shuffled(Curriculum):
     """Chooses each prompt once in an epoch, in the order of `PromptSampler`."""
 
     position: int = field(init=False, default=0)
+    order: list[int] = field(init=False, default_factory=list)
+    """That of the current epoch; empty: not known yet."""
 
-    def choose(self, count: int) -> list[int]:
-        size, first = len(self.prompts), self.position
-        self.position += count
-        epochs = range(first // size, 1 + (self.position - 1) // size)
-        orders = {epoch: epoch_order(size, seed=self.seed, epoch=epoch) for epoch in epochs}
-        return [orders[i // size][i % size] for i in range(first, self.position)]
+    def choose(self) -> int:
+        epoch, i = divmod(self.position, len(self.prompts))
+        if not (i and self.order):
+            self.order = epoch_order(len(self.prompts), seed=self.seed, epoch=epoch)
+        self.position += 1
+        return self.order[i]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.position, self.order = state["position"], []
 
 
 class PromptDraws:
@@ -214,53 +216,46 @@ class PromptDraws:
         `batch_size`. `build`: builds a task's curriculum."""
         self._prompts, self._seed, self._by_source = prompts, seed, bool(quotas)
         self.quotas = quotas or {"": batch_size}
+        self._curricula = {task: build() for task in self.quotas}
         self._numbers: dict[str, list[int]] = {task: [] for task in self.quotas}
         """Task -> the indices of its prompts."""
         self._places: dict[int, int] = {}
         """Prompt id -> index among the prompts of its task."""
-        known = prompts.without_images
-        for i, prompt in enumerate(known):
-            own = self._numbers[self.task(prompt)]
-            self._places[prompt.prompt_id] = len(own)
-            own.append(i)
         self._drawn: Counter[int] = Counter()
-        self._curricula = {task: build() for task in self.quotas}
-        for task, curriculum in self._curricula.items():
-            curriculum.prompts, curriculum.seed = [known[i] for i in self._numbers[task]], seed
+        for i, prompt in enumerate(prompts.without_images):
+            self._places[prompt.prompt_id] = len(own := self._numbers[self.task(prompt)])
+            own.append(i)
+        for task, own in self._numbers.items():
+            self._curricula[task].prompts = [prompts.without_images[i] for i in own]
+            self._curricula[task].seed = seed
 
     def task(self, prompt: Prompt) -> str:
         return prompt.source if self._by_source else ""
 
     def next_batch(self, n: int, held: Counter[str]) -> list[Prompt]:
         """Returns the next n prompts. Each is of the task that is furthest from its quota, so that every
-        `batch_size` prompts have the quotas. `held`: number of prompts of each task that were drawn
-        and not trained on yet."""
-        held, tasks = held.copy(), []
+        `batch_size` prompts have the quotas. `held`: number of prompts of each task that were drawn and not
+        trained on yet."""
+        held, batch = held.copy(), []
         for _ in range(n):
-            tasks.append(task := min(self.quotas, key=lambda task: held[task] / self.quotas[task]))
+            task = min(self.quotas, key=lambda task: held[task] / self.quotas[task])
             held[task] += 1
-        chosen = {task: iter(self._curricula[task].choose(count)) for task, count in Counter(tasks).items()}
-        numbers = [self._numbers[task][next(chosen[task])] for task in tasks]
-        batch = []
-        for i in numbers:
+            i = self._numbers[task][self._curricula[task].choose()]
             batch.append(replace(self._prompts[i], epoch=self._drawn[i]))
             self._drawn[i] += 1
         return batch
 
-    def of_step(self, groups: Iterable[PromptGroup]) -> list[PromptGroup]:
-        """Returns the first groups of each task, as many as its quota; fewer if there are fewer."""
-        left, chosen = Counter(self.quotas), []
-        for group in groups:
-            task = self.task(group.prompt)
-            left[task] -= 1
-            chosen += [group] if left[task] >= 0 else []
-        return chosen
+    def of_step(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
+        """Returns the first groups of each task, as many as its quota or fewer, task by task: filtering may
+        have requested them in another order when samples arrived in another one."""
+        by_task = {task: [g for g in groups if self.task(g.prompt) == task] for task in self.quotas}
+        return [group for task, quota in self.quotas.items() for group in by_task[task][:quota]]
 
     def observe(self, group: PromptGroup) -> None:
         """Tells the curriculum the scores of a group."""
         scores = [not_none(t.score) for t in group.trajectories if t.ok and t.is_first]
-        curriculum = self._curricula[self.task(group.prompt)]
-        curriculum.observe(self._places[group.prompt.prompt_id], scores)
+        place = self._places[group.prompt.prompt_id]
+        self._curricula[self.task(group.prompt)].observe(place, scores)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -77,7 +77,7 @@ class PPOTrainer(Generic[PolicyT]):
 
     def __post_init__(self, prompts: PromptSampler | PromptDraws, restored: dict | None) -> None:
         self.collector = Collector(self.config, prompts, self.rollout, self.advance)
-        self.estimator = self.config.build_estimator()
+        self.estimator = self.config.algo.build_estimator()
         models, phase = SavedRanks(self.critic, self.policy), self.observer.phase
         self.saver = Saver(checkpoints=self.checkpoints, models=models, phase=phase, hooks=self.hooks)
         if restored is not None:

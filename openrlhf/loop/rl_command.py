@@ -190,7 +190,7 @@ def _run_fingerprint(config: PPOConfig, data: RLData) -> RunFingerprint:
     if texts := config.data.pretrain_dataset:
         checksum = rows_digest(texts, flag=PRETRAIN_FLAG, split=config.data.pretrain_split)
         more[PRETRAIN_FLAG] = f"checksum {checksum[:16]}"
-    more["--tasks"] = ", ".join(config.tasks) or "none"
+    more["--tasks"] = ", ".join(sorted(config.tasks)) or "none"
     users = config.reward_functions | config.agents
     more |= {f"--{key}": f"checksum {digest(name)}" for key, name in users.items()}
     more |= {

@@ -507,7 +507,7 @@ class Run:
 
     @cached_property
     def _estimator(self) -> AdvantageEstimator:
-        return self.config.build_estimator()
+        return self.config.algo.build_estimator()
 
     @cached_property
     def _checkpoints(self) -> CheckpointFolder:

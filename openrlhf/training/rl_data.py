@@ -1,5 +1,6 @@
 """Builds the data of an RL run: training prompts, evaluation prompts and pre-training texts."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -73,7 +74,7 @@ def build_prompt_datasets(
     named = partial(_named_sets, config, tokenizer, images)
     flag, options = "--data.prompt_dataset", {"split": data.prompt_split, "max_samples": data.max_samples}
     if config.tasks and data.prompt_probs is None and len(split_spec(data.prompt_dataset)) > 1:
-        prompts = named(data.prompt_dataset, flag=flag, **options)
+        prompts = named(data.prompt_dataset, flag=flag, total=data.max_samples, **options)
     else:
         rows = _prompt_rows(config, data.prompt_dataset, flag=flag, probs=data.prompt_probs, **options)
         prompts = _prompts(config, tokenizer, rows, images, flag)
@@ -93,12 +94,16 @@ def _named_sets(
     flag: str,
     split: str,
     max_samples: int | None,
+    total: float = math.inf,
 ) -> PromptDataset:
     """Returns the prompts of a list of datasets, whose names are the sources of rows without one.
-    `max_samples`: maximum number of prompts of each."""
+    `max_samples`: maximum number of prompts of each; `total`: of all."""
     sets, found, num_rows = split_spec(spec), [], 0
     for item, source in zip(sets, source_names(sets), strict=True):
         rows = _prompt_rows(config, item, flag=flag, split=split, max_samples=max_samples)
+        if not (count := min(len(rows), total - num_rows)):
+            break
+        rows = rows.take(range(int(count)))
         found.append(_prompts(config, tokenizer, rows, images, flag, source=source, first_id=num_rows))
         num_rows += len(rows)
     return PromptDataset.joined(found)
@@ -109,7 +114,7 @@ def check_tasks(config: PPOConfig, prompts: Sequence[Prompt], eval_prompts: Sequ
     reward."""
     trained, held_out = (Counter(prompt.source for prompt in those) for those in (prompts, eval_prompts))
     quotas, sources = config.task_values("quota"), trained | held_out
-    for name in config.tasks:
+    for name in sorted({key.partition(".")[0] for key in config.tasks}):
         if name not in (known := trained if name in quotas else sources):
             text = f"no prompt has this datasource; there are {', '.join(known)}"
             raise UsageError(ErrorCode.NOT_FOUND, text, flag=f"--tasks.{name}")
@@ -132,7 +137,7 @@ def build_sampler(config: PPOConfig, prompts: PromptDataset) -> PromptSampler | 
     build: Callable[[], Curriculum] = Shuffled
     if name := config.data.curriculum:
         build = partial(CURRICULA[name].of, config.algo.options)
-    size, quotas = config.rollout.batch_size, config.task_values("quota")
+    size, quotas = config.rollout.batch_size, dict(sorted(config.task_values("quota").items()))
     return PromptDraws(prompts, seed=seed, batch_size=size, quotas=quotas, build=build)
 
 

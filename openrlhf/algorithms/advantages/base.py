@@ -1,6 +1,6 @@
 """Base class of advantage estimators, and their view of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,8 +45,6 @@ class StepView:
     """Discount factor, `--algo.advantage.gamma`."""
     lambd: float
     """Lambda of generalized advantage estimation, `--algo.advantage.lambd`."""
-    sources: Sequence[str] = ()
-    """The source of each episode's prompt, E entries."""
 
 
 class AdvantageEstimator(Selectable):

@@ -21,8 +21,8 @@ class Curriculum(Selectable, ABC):
     """The run's seed, `--train.seed`."""
 
     @abstractmethod
-    def choose(self, count: int) -> Sequence[int]:
-        """Returns the indices in `prompts` of the next `count` prompts to sample. They may repeat."""
+    def choose(self) -> int:
+        """Returns the index in `prompts` of the next prompt to sample, which may have been chosen before."""
 
     def observe(self, index: int, scores: Sequence[float]) -> None:
         """Receives the scores of the finished samples of a prompt, once for each time it was chosen: when a

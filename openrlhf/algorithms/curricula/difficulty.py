@@ -1,4 +1,3 @@
-import heapq
 import math
 import random
 from collections.abc import Sequence
@@ -28,37 +27,36 @@ class Difficulty(Curriculum):
     memory: Annotated[float, Range(at_least=0, below=1)] = 0.5
     """Share of earlier groups in the success rate."""
     rates: dict[int, float] = field(init=False, default_factory=dict)
-    sampled: list[int] = field(init=False, default_factory=list)
+    sampled: set[int] = field(init=False, default_factory=set)
     """Prompts that are being sampled."""
     num_observed: int = field(init=False, default=0)
+    ranked: list[int] = field(init=False, default_factory=list)
+    """All other prompts, the next one last; empty: not known yet."""
 
     def weight(self, index: int) -> float:
         rate = self.rates.get(index, 0.5)
         return self.floor + (1 - self.floor) * 4 * rate * (1 - rate)
 
-    def choose(self, count: int) -> Sequence[int]:
-        rng = random.Random(f"{self.seed}/{self.num_observed}")
-        keys = [math.log(1 - rng.random()) / self.weight(i) for i in range(len(self.prompts))]
-        chosen: list[int] = []
-        while len(chosen) < count:
-            if not (left := set(range(len(keys))).difference(self.sampled)):
-                self.sampled, left = [], set(range(len(keys)))
-            some = heapq.nlargest(count - len(chosen), sorted(left), key=keys.__getitem__)
-            chosen += some
-            self.sampled += some
+    def choose(self) -> int:
+        if not self.ranked:
+            rng, numbers = random.Random(f"{self.seed}/{self.num_observed}"), range(len(self.prompts))
+            keys = [math.log(1 - rng.random()) / self.weight(i) for i in numbers]
+            if len(self.sampled) == len(numbers):
+                self.sampled = set()
+            self.ranked = sorted(self.sampled.symmetric_difference(numbers), key=keys.__getitem__)
+        self.sampled.add(chosen := self.ranked.pop())
         return chosen
 
     def observe(self, index: int, scores: Sequence[float]) -> None:
-        self.num_observed += 1
-        if index in self.sampled:
-            self.sampled.remove(index)
+        self.num_observed, self.ranked = self.num_observed + 1, []
+        self.sampled.discard(index)
         if scores:
             mean = min(max(fmean(scores), 0.0), 1.0)
             self.rates[index] = self.memory * self.rates.get(index, 0.5) + (1 - self.memory) * mean
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": dict(self.rates), "sampled": list(self.sampled), "num_observed": self.num_observed}
+        return {"rates": dict(self.rates), "sampled": sorted(self.sampled), "num_observed": self.num_observed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rates, self.sampled = dict(state["rates"]), list(state["sampled"])
+        self.rates, self.sampled, self.ranked = dict(state["rates"]), {*state["sampled"]}, []
         self.num_observed = state["num_observed"]

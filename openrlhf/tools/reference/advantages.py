@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from openrlhf.api import AlgoConfig, Batch, RewardConfig, TaskConfig, Trajectory, not_none
+from openrlhf.api import AlgoConfig, Batch, RewardConfig, Trajectory, not_none
 from openrlhf.tools.reference.policy import plain_kl
 
 ROUNDINGS = 256
@@ -37,13 +37,13 @@ def plain_advantages(
     kl_coef: float,
     max_new_tokens: int,
     teacher_coef: float = 0.0,
-    tasks: Mapping[str, TaskConfig] = {},
+    tasks: Mapping[str, Any] = {},
 ) -> PlainAdvantages | None:
     """Returns the advantages of a batch; see `advantages.compute_advantages` for the arguments. None for what
     these formulas do not cover: estimators of the user, tasks with values of their own, and groups of GRPO
     whose rewards differ little after length penalties."""
     name, gamma, lambd = algo.advantage.estimator, algo.advantage.gamma, algo.advantage.lambd
-    if name not in BASELINES or any(task.shapes_rewards for task in tasks.values()):
+    if name not in BASELINES or tasks:
         return None
     ends = np.cumsum(batch.num_actions)
     parts = [slice(end - n, end) for end, n in zip(ends, batch.num_actions, strict=True)]

@@ -1,0 +1,54 @@
+"""Two tasks in a run, with rewards, temperatures and quotas of their own, and a curriculum that a resumed run
+continues bit for bit."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_rl import COMMON, REWARD, train
+
+from openrlhf.observability.journal import read_journal
+from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.types import Trajectory
+
+pytestmark = pytest.mark.usefixtures("running_ray")
+LETTERS = Path(__file__).with_name("letters_reward.py")
+FLAGS = (
+    f"{COMMON} --train.backend torch --rollout.engine transformers --actor.num_gpus_per_node 1 "
+    "--algo.kl.init_coef 0 --actor.adam.lr 1e-3 --train.batch_size 32 --train.max_steps 4 --ckpt.save_steps 1 "
+    "--ckpt.max_num 9 --tasks.digits.quota 6 --tasks.letters.quota 2 --tasks.letters.temperature 0.5 "
+    f"--tasks.letters.reward {LETTERS} --data.curriculum difficulty "
+)
+
+
+def two_tasks(task: TaskFiles, folder: Path) -> str:
+    """Writes the task's prompts as those of two sources, and held-out prompts of a third, which no step
+    trains on. Returns the flags that name them."""
+    rows = [json.loads(line) for line in task.prompts.read_text().splitlines()]
+    for name, own in {"digits": rows[:40], "letters": rows[40:], "held-out": rows[:4]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in own))
+    sets = f"--data.prompt_dataset {folder}/digits.jsonl,{folder}/letters.jsonl"
+    return f"{sets} --eval.dataset {folder}/held-out.jsonl,{folder}/letters.jsonl --eval.max_samples 4"
+
+
+def steps_of(folder: Path) -> list[list[Trajectory]]:
+    return [read_journal(folder / "run" / "rollouts" / f"step_{step:06d}.parquet") for step in range(1, 5)]
+
+
+def test_each_task_has_its_quota_reward_and_temperature(task: TaskFiles, tmp_path: Path) -> None:
+    flags = f"{FLAGS} {two_tasks(task, tmp_path)} --tasks.held_out.reward {LETTERS}"
+    metrics = train(task, tmp_path, flags)
+    for number, step in enumerate(steps_of(tmp_path), 1):
+        assert Counter(t.prompt.source for t in step) == {"digits": 6 * 4, "letters": 2 * 4}
+        for source in ("digits", "letters"):
+            own = [t for t in step if t.prompt.source == source]
+            assert {t.extra_texts.get("judge") for t in own} == {"letters" if source == "letters" else None}
+            mean = sum(t.reward for t in own) / len(own)
+            assert metrics[number][f"rollout/{source}_reward_mean"] == pytest.approx(mean)
+            assert metrics[number][f"rollout/{source}_num_samples"] == len(own)
+        # the sampler's log-probs at 0.5 are those that training computes
+        assert metrics[number]["mismatch/log_prob_diff_mean"] < 1e-4
+    assert {"eval/held_out_score_mean", "eval/letters_score_mean"} < metrics[4].keys()
