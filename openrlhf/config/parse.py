@@ -340,6 +340,8 @@ def _read_yaml(
                 problems.append(_invalid("a key must be a name", where))
                 continue
             name = prefix + key.value.replace("-", "_")
+            if prefix[:-1] in names:  # a datasource
+                name = prefix + re.sub(r"\W+", "_", key.value)
             if name in sections or (name.partition(".")[0] in names and isinstance(value, yaml.MappingNode)):
                 visit(value, name + ".")
             elif (words := _yaml_words(value)) is None:

@@ -367,10 +367,6 @@ def _sources(c: PPOConfig) -> Iterator[Problem]:
 
 def _tasks(c: PPOConfig) -> Iterator[Problem]:
     """Checks what each task sets for itself."""
-    for key in c.tasks:
-        if (plain := re.sub(r"\W+", "_", task := key.partition(".")[0])) != task:
-            text = f"a task's name has _ for what is no letter or digit of the datasource; call it {plain}"
-            yield Problem(f"tasks.{key}", text, ErrorCode.INVALID_VALUE)
     for task in c.task_values("reward"):
         key, own = f"tasks.{task}.reward", c.for_source(task)
         yield from _reward_names(key, own.reward)

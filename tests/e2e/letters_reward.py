@@ -1,4 +1,4 @@
-"""Reward of another task than digits_reward.py: the fraction of letters in the answer, and a text to tell it."""
+"""Reward of another task than that of digits_reward.py: the fraction of letters in the answer."""
 
 
 def reward_func(queries, prompts, labels):

@@ -192,9 +192,9 @@ def test_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     rows = []
     original = logprobs.HeadLogits.__call__
 
-    def record(self, hidden):
+    def record(self, hidden, *of_all):
         rows.append(len(hidden))
-        return original(self, hidden)
+        return original(self, hidden, *of_all)
 
     monkeypatch.setattr(logprobs.HeadLogits, "__call__", record)
     monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * V * 4)  # four rows of float32 logits
