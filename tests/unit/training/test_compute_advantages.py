@@ -27,7 +27,7 @@ def trajectory(reward: float, num_actions: int, mask: list[bool] | None = None, 
 
 
 def assign(
-    trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, tasks={}, **algo
+    trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, tasks=None, **algo
 ) -> tuple[list[SimpleNamespace], Metrics]:
     """Returns the advantages and returns of each trajectory, and metrics. Every action has log-prob -1 and
     `log_ratio` to the reference."""
@@ -49,7 +49,7 @@ def assign(
         reward=reward or RewardConfig(),
         kl_coef=kl_coef,
         max_new_tokens=4,
-        tasks=tasks,
+        tasks=tasks or {},
     )
     assert batch.advantages.dtype == batch.returns.dtype == np.float32
     columns = (records.by_sequence(batch, c) for c in (batch.advantages, batch.returns))
