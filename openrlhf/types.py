@@ -460,6 +460,7 @@ class Batch:
         them, from which `staleness` is computed; None: they are the weights that sampled. `by_prompt`: with
         the column `prompts`. `temperature`: returns that of a source; None: that of the run."""
         counts = [t.num_actions for t in trajectories]
+        own = [temperature(t.prompt.source) for t in trajectories] if temperature else []
         return cls(
             token_ids=np.concatenate([t.token_ids for t in trajectories]),
             action_mask=np.concatenate([t.action_mask for t in trajectories]),
@@ -471,8 +472,7 @@ class Batch:
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
             staleness=None if version is None else _staleness(trajectories, version),
             prompts=_prompts(trajectories) if by_prompt else None,
-            temperatures=temperature
-            and np.repeat(np.array([temperature(t.prompt.source) for t in trajectories]), counts),
+            temperatures=None if temperature is None else np.repeat(own, counts),
         )
 
     def __len__(self) -> int:

@@ -251,11 +251,12 @@ class PromptDraws:
         by_task = {task: [g for g in groups if self.task(g.prompt) == task] for task in self.quotas}
         return [group for task, quota in self.quotas.items() for group in by_task[task][:quota]]
 
-    def observe(self, group: PromptGroup) -> None:
-        """Tells the curriculum the scores of a group."""
-        scores = [not_none(t.score) for t in group.trajectories if t.ok and t.is_first]
-        place = self._places[group.prompt.prompt_id]
-        self._curricula[self.task(group.prompt)].observe(place, scores)
+    def observe(self, groups: Sequence[PromptGroup]) -> None:
+        """Tells the curricula the scores of groups."""
+        for group in groups:
+            scores = [not_none(t.score) for t in group.trajectories if t.ok and t.is_first]
+            place = self._places[group.prompt.prompt_id]
+            self._curricula[self.task(group.prompt)].observe(place, scores)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,7 @@
 """The policy model: a Hugging Face causal language model that reads packed rows and returns the log-probs of
 actions."""
 
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -98,7 +98,8 @@ class LogProbHead(nn.Linear):
         `linear_log_probs`."""
         if targets is None:
             return self.vocabulary.joined(super().forward(input))
-        options = {"scale": scale, "bias": self.bias, "softcap": softcap, "vocabulary": self.vocabulary}
+        options: dict[str, Any] = {"scale": scale, "bias": self.bias, "softcap": softcap}
+        options["vocabulary"] = self.vocabulary
         if summed:
             return sum_of_log_probs(input, self.weight, targets, **options), None
         return linear_log_probs(input, self.weight, targets, kept=kept, with_entropy=with_entropy, **options)

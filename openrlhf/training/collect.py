@@ -155,8 +155,8 @@ class Collector:
         batch = self._ready()
         taken = {group_key(group.prompt) for group in batch}
         self._kept = [group for group in self._kept if group_key(group.prompt) not in taken]
-        for group in [*batch, *self._rejected] if self._draws else ():
-            self._draws.observe(group)
+        if self._draws:
+            self._draws.observe([*batch, *self._rejected])
         if self._filters and step.number == 1 and not batch:
             raise self._filter_error(step)
         step.samples = [t for group in batch for t in group.trajectories]
@@ -252,7 +252,9 @@ class Collector:
             if is_short and not under_way and not self._prompts.is_exhausted:
                 raise self._filter_error(step)
             return []
-        return self._draws.next_batch(room, held) if self._draws else self._prompts.next_batch(room)
+        if isinstance(self._prompts, PromptDraws):
+            return self._prompts.next_batch(room, held)
+        return self._prompts.next_batch(room)
 
     @property
     def _unfillable_places(self) -> int:

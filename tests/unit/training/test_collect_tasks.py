@@ -4,7 +4,7 @@ import itertools
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -155,8 +155,8 @@ def test_a_curriculum_learns_of_each_group_once_also_of_filtered_ones():
     told: list[tuple[int, list[float]]] = []
 
     class Told(Shuffled):
-        def observe(self, index: int, scores: list[float]) -> None:
-            told.append((index, scores))
+        def observe(self, index: int, scores: Sequence[float]) -> None:
+            told.append((index, [*scores]))
 
     scores = {0: (0.0, 0.0), 1: (None, 1.0), 2: (None, None)}
     world = TaskWorld(
