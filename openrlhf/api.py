@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for users
     from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase
     from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
+    from openrlhf.algorithms.curricula.base import Curriculum
     from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
     from openrlhf.errors import RunError, UsageError
     from openrlhf.loop.lanes import Result

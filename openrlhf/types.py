@@ -22,7 +22,7 @@ True of the action mask, in order: prompts, environment feedback and padding hav
 can train on them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -443,27 +443,36 @@ class Batch:
     teacher_log_probs: ActionColumn = None  # (A,) None without a teacher; not read by updates
     values: ActionColumn = None  # (A,) None without a critic
     prompts: ActionColumn = None  # (A,) int32, from 0: number of the prompt; None if no loss reads it
+    temperatures: ActionColumn = None  # (A,) float64, of the sampler; None: that of the run
     advantages: ActionColumn = None  # (A,) float32
     returns: ActionColumn = None  # (A,) float32
 
     @classmethod
     def of(
-        cls, trajectories: Sequence[Trajectory], version: int | None = None, *, by_prompt: bool = False
+        cls,
+        trajectories: Sequence[Trajectory],
+        version: int | None = None,
+        *,
+        by_prompt: bool = False,
+        temperature: Callable[[str], float] | None = None,
     ) -> Self:
         """Concatenates trajectories, at least one. `version`: version of the weights that will be trained on
         them, from which `staleness` is computed; None: they are the weights that sampled. `by_prompt`: with
-        the column `prompts`."""
+        the column `prompts`. `temperature`: returns that of a source; None: that of the run."""
+        counts = [t.num_actions for t in trajectories]
+        own = [temperature(t.prompt.source) for t in trajectories] if temperature else []
         return cls(
             token_ids=np.concatenate([t.token_ids for t in trajectories]),
             action_mask=np.concatenate([t.action_mask for t in trajectories]),
             lengths=np.array([len(t.token_ids) for t in trajectories]),
-            num_actions=np.array([t.num_actions for t in trajectories]),
+            num_actions=np.array(counts),
             images=_images(trajectories),
             kept=join_nuclei(trajectories),
             routing=join_routing(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
             staleness=None if version is None else _staleness(trajectories, version),
             prompts=_prompts(trajectories) if by_prompt else None,
+            temperatures=None if temperature is None else np.repeat(own, counts),
         )
 
     def __len__(self) -> int:
@@ -595,6 +604,7 @@ class PackedRow:
     kept_ids: Tensor | None = None  # (A, K) int64, `Nuclei.padded`; None: no truncated sampling
     log_masses: Tensor | None = None  # (A,) `Nuclei.log_masses`; None: no truncated sampling
     routing: Tensor | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
+    temperatures: Tensor | None = None  # (A,) `Batch.temperatures`; None: the same for all
     host: "PackedRow | None" = None
     """The row before it was copied to a device, for what is computed from token ids on the CPU."""
 
@@ -626,6 +636,7 @@ class PackedRow:
             kept_ids=None if batch.kept is None else torch.from_numpy(batch.kept.padded()),
             log_masses=None if batch.kept is None else torch.from_numpy(batch.kept.log_masses),
             routing=as_tensor(batch.routing),
+            temperatures=as_tensor(batch.temperatures),
         )
 
     @classmethod

@@ -105,7 +105,7 @@ def linear_log_probs(
     weight: Tensor,
     targets: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
     kept: Tensor | None = None,
@@ -118,10 +118,10 @@ def linear_log_probs(
 
     z = scale * cap(hidden @ weight.T + bias),   log p(y) = z_y - logsumexp(z),   H = -sum_v p_v log p_v
 
-    `scale` is 1 / temperature (times the model's own logit scale); `cap(x)` is softcap * tanh(x / softcap),
-    or x. `kept` (A, K) has the ids of each action's top-p/top-k nucleus, including its target; z, the sum
-    over v and the gradient are then restricted to these tokens. A row of `kept` may repeat a token; a row of
-    -1 means the whole vocabulary.
+    `scale` is 1 / temperature (times the model's own logit scale), a number or one for each action, (A,);
+    `cap(x)` is softcap * tanh(x / softcap), or x. `kept` (A, K) has the ids of each action's top-p/top-k
+    nucleus, including its target; z, the sum over v and the gradient are then restricted to these tokens. A
+    row of `kept` may repeat a token; a row of -1 means the whole vocabulary.
 
     Both results are differentiable in hidden, weight and bias. At most `chunk` rows of logits exist at a
     time, in float32 even if the weight is not; the backward pass recomputes them. Without actions the results
@@ -129,6 +129,8 @@ def linear_log_probs(
     With a `SharedVocabulary` each rank passes its shard of `weight` and `bias`.
     """
     chunk = chunk or rows_of_chunk(weight)
+    if isinstance(scale, Tensor):
+        scale = scale.to(_accumulation_dtype(hidden))
     arguments = hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk
     if not with_entropy and _only_hidden_learns(hidden, weight, bias):
         return _LogProbsForward.apply(*arguments, False), None
@@ -186,7 +188,7 @@ class _LinearLogProbs(torch.autograd.Function):
         head = HeadLogits(weight, bias, scale, softcap)
         for rows in chunks(len(hidden), chunk):
             scores = _score(
-                _restrict_to_support(head(hidden[rows]), kept, rows, vocabulary),
+                _restrict_to_support(head(hidden[rows], rows), kept, rows, vocabulary),
                 targets[rows],
                 with_entropy,
                 vocabulary,
@@ -214,8 +216,8 @@ class _LinearLogProbs(torch.autograd.Function):
         head = HeadLogits(ctx.weight, ctx.bias, ctx.scale, ctx.softcap)
 
         def add(rows: slice) -> None:
-            logits = _restrict_to_support(head(hidden[rows]), kept, rows, ctx.vocabulary)
-            slope = head.slope(logits)
+            logits = _restrict_to_support(head(hidden[rows], rows), kept, rows, ctx.vocabulary)
+            slope = head.slope(logits, rows)
             all_log_probs = logits.sub_(log_z[rows, None])
             # d log p(y) / dz = onehot(y) - p,   dH / dz = -p * (log p + H)
             factor = grad_log_probs[rows, None]
@@ -242,10 +244,10 @@ class _LogProbsForward(torch.autograd.Function):
 
         def add(rows: slice) -> None:
             logits, chosen = (
-                _restrict_to_support(head(hidden[rows]), kept, rows, vocabulary),
+                _restrict_to_support(head(hidden[rows], rows), kept, rows, vocabulary),
                 targets[rows, None],
             )
-            slope, of_chosen = head.slope(logits), vocabulary.at(logits, chosen)
+            slope, of_chosen = head.slope(logits, rows), vocabulary.at(logits, chosen)
             log_z, exp, total = _log_sum_exp(logits, vocabulary)
             log_probs[rows] = of_chosen[:, 0] - log_z
             grad = exp.div_(-total[:, None])
@@ -262,7 +264,8 @@ class _LogProbsForward(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  torch does not type this decorator
     def backward(ctx, grad):
         grads, ctx.grads = ctx.grads, None  # scaled in place, so they can be used only once
-        grads.scale((grad if ctx.summed else grad[:, None]) * ctx.scale)
+        factor = grad * ctx.scale
+        grads.scale(factor if ctx.summed else factor[:, None])
         return *grads.totals(), *[None] * 7
 
 
@@ -382,14 +385,21 @@ class _LinearLogits(torch.autograd.Function):
 class HeadLogits:
     """Maps hidden (C, H) to scale * cap(hidden @ weight.T + bias), (C, V) in at least float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, scale: float | Tensor, softcap: float | None
+    ) -> None:
+        """`scale`: a number, or one for each row of all hidden states, of which a call gets some."""
         self.dtype = _accumulation_dtype(weight)
         # torch has no CPU kernel for half-precision factors with a float32 product.
         self.has_kernel = weight.dtype != self.dtype and weight.device.type != "cpu"
         self.weight = weight.detach() if self.has_kernel else weight.detach().to(self.dtype)
         self.bias, self.scale, self.softcap = bias, scale, softcap
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def scale_of(self, rows: slice) -> float | Tensor:
+        return self.scale[rows, None] if isinstance(self.scale, Tensor) else self.scale
+
+    def __call__(self, hidden: Tensor, rows: slice = slice(None)) -> Tensor:
+        scale = self.scale_of(rows)
         if self.has_kernel:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=self.dtype)
         else:
@@ -397,15 +407,15 @@ class HeadLogits:
         if self.bias is not None:
             logits += self.bias
         if self.softcap is None:
-            return logits if self.scale == 1 else logits.mul_(self.scale)
-        return logits.div_(self.softcap).tanh_().mul_(self.softcap * self.scale)
+            return logits if isinstance(scale, float) and scale == 1 else logits.mul_(scale)
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap * scale)
 
-    def slope(self, logits: Tensor) -> Tensor | None:
+    def slope(self, logits: Tensor, rows: slice = slice(None)) -> Tensor | None:
         """Returns the derivative of the softcap, d cap(x) / dx = 1 - tanh(x / softcap)^2, (C, V); None
         without a softcap."""
         if self.softcap is None:
             return None
-        return (logits / (self.softcap * self.scale)).square_().neg_().add_(1)
+        return (logits / (self.softcap * self.scale_of(rows))).square_().neg_().add_(1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
 from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
+from openrlhf.algorithms.curricula import Curriculum
 from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
 from openrlhf.algorithms.proximal.base import ProximalPolicy
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.registry import Selectable
-from openrlhf.types import LossNorm
+from openrlhf.types import LossNorm, Prompt
 
 COUNTS = ([2, 0, 3, 1], [0])
 """Numbers of actions of the sequences of two rows. The second row has no action, which can happen on a
@@ -33,6 +34,8 @@ def try_out(build: Callable[[], Selectable]) -> None:
         if state := kind.state_dict():
             build_again.load_state_dict(state)
         return
+    if isinstance(kind, Curriculum):
+        _try_curriculum(kind)
     for counts in COUNTS:
         if isinstance(kind, PolicyLoss):
             _try_loss(kind, torch.tensor(counts))
@@ -68,6 +71,15 @@ def _try_estimator(estimator: AdvantageEstimator) -> None:
         raise _broken("advantages() must return a pair: advantages and returns, both (A,)")
     for name, found in zip(("the advantages", "the returns"), answer, strict=True):
         _check_floats(name, found, 6)
+
+
+def _try_curriculum(curriculum: Curriculum) -> None:
+    """Asks for one of three prompts, tells its scores, and restores the state."""
+    curriculum.prompts, curriculum.seed = [Prompt(prompt_id=i, text="") for i in range(3)], 0
+    if (chosen := curriculum.choose()) not in range(3):
+        raise _broken(f"choose() must return the index of one of three prompts, 0 to 2, and not {chosen}")
+    curriculum.observe(chosen, [0.0, 1.0])
+    curriculum.load_state_dict(curriculum.state_dict())
 
 
 def _try_loss(loss: PolicyLoss, counts: Tensor) -> None:

@@ -22,7 +22,7 @@ SHAPES = {
 """Flags that shape the tensors of a checkpoint: a fork cannot change them."""
 ORDER = {
     *("data.dataset", "data.prompt_dataset", "train.seed", "algo.dynamic_filtering_enable"),
-    "rollout.batch_size",
+    *("rollout.batch_size", "data.curriculum", "tasks"),
 }
 """Flags that decide which rows a step reads: a fork that changes one begins the data at the first row.
 `train.batch_size` is one in supervised commands."""
@@ -59,7 +59,8 @@ def _fork(own: CheckpointFolder, source: CheckpointFolder, tag: str, total_steps
     if step >= total_steps:
         text = f"this run ends after step {total_steps}.\nRaise its length (--train.*, or more data)."
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ckpt.fork_from", value=place)
-    if lines.keys() & (ORDER if now.command == "ppo" else {*ORDER, "train.batch_size"}):
+    order = ORDER | {key for key in lines if key.startswith("tasks.") and key.endswith(".quota")}
+    if lines.keys() & (order if now.command == "ppo" else {*order, "train.batch_size"}):
         data_from, lines["data"] = step, "  the data begins at its first row"
     own.fork = {"from": str(place), "step": step, "data_from": data_from, "changed": changed}
     own.take_over(source, tag)

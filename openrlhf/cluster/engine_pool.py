@@ -88,7 +88,7 @@ class EnginePool:
         groups."""
         self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
         self.options = engine_options(config, on_gpu, from_files=from_files)
-        self.files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
+        self.files = UserFiles.of(*config.users_files)
         self.free_fraction: float | None = None
         """Argument of the engines' `start`."""
         self.num_samples: dict[Purpose, int] = {

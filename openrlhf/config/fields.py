@@ -70,11 +70,25 @@ def list_flags(config_type: type) -> Mapping[str, Field]:
     return {field.key: field for field in _walk(config_type, "")}
 
 
+def find_flag(config_type: type, key: str) -> Field | None:
+    """Returns the flag of this key; None if there is none. The flags of a table are `tasks.NAME.KEY`."""
+    table, _, rest = key.partition(".")
+    if entry := tables(config_type).get(table):
+        field = list_flags(entry).get(rest.partition(".")[2])
+        return field and replace(field, key=key)
+    return list_flags(config_type).get(key)
+
+
+def tables(config_type: type) -> Mapping[str, type]:
+    """Returns the tables of a configuration: mappings of `NAME.KEY` to values, with the class of the keys."""
+    return getattr(config_type, "TABLES", {})
+
+
 def find_change(config_type: type, key: str) -> OnResume:
     """Returns the effect of a change of flag `key` on a resume; unknown flags must not change."""
     if key.startswith(FREE_SECTIONS):
         return OnResume(Change.FREE)
-    field = list_flags(config_type).get(key)
+    field = find_flag(config_type, key)
     return field.on_resume if field else OnResume()
 
 

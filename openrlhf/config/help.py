@@ -2,17 +2,17 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, get_type_hints
 
 from openrlhf.config.command import SECRETS, Command
-from openrlhf.config.fields import Field, flag_values, list_flags, to_words
+from openrlhf.config.fields import Field, flag_values, list_flags, tables, to_words
 from openrlhf.config.options import option_defaults, option_fields
 from openrlhf.config.sections import OptimConfig
 
 _ORDER = (
-    *("command", "model", "actor", "critic", "ref", "teacher", "reward", "data", "rollout", "csft", "vllm"),
-    *("train", "algo", "eval", "optim", "ds", "ckpt", "logger", "other"),
+    *("command", "model", "actor", "critic", "ref", "teacher", "reward", "data", "tasks", "rollout", "csft"),
+    *("vllm", "train", "algo", "eval", "optim", "ds", "ckpt", "logger", "other"),
 )
 """Sections in the order in which users need them."""
 
@@ -28,7 +28,7 @@ def help_text(command: Command, config: Any, word: str) -> str:
     for title, doc, fields in sections(command, word, option_fields(selected)):
         lines = [f"{title}: {doc}" if doc else title]
         for field in fields:
-            lines += _format_help(field, values[field.key], defaults[field.key])
+            lines += _format_help(field, values.get(field.key), defaults.get(field.key))
         blocks.append("\n".join(lines))
     if not blocks:
         return ""
@@ -60,7 +60,13 @@ def sections(
     names = old_names(command)
     hints = get_type_hints(command.config_type)
     groups: dict[str, list[Field]] = {name: [] for name in _ORDER}
-    for field in (*list_flags(command.config_type).values(), *options.values()):
+    entries = tables(command.config_type)
+    of_tables = [
+        replace(field, key=f"{table}.NAME.{key}")
+        for table, entry in entries.items()
+        for key, field in list_flags(entry).items()
+    ]
+    for field in (*list_flags(command.config_type).values(), *of_tables, *options.values()):
         if any(word in name for name in (field.key, *names.get(field.key, ()))):
             groups[_group(field)].append(field)
     shared = list_flags(OptimConfig)
@@ -68,7 +74,7 @@ def sections(
         if fields:
             # Flags of this section alone come first.
             fields.sort(key=lambda field: field.key.partition(".")[2] in shared)
-            section = hints.get(name)
+            section = entries.get(name) or hints.get(name)
             doc = section.__doc__ if is_dataclass(section) else None
             yield name, " ".join((doc or "").split()), fields
 

@@ -16,7 +16,16 @@ from itertools import accumulate
 from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
-from openrlhf.config.fields import Field, convert, flag_values, list_flags, to_words, with_values
+from openrlhf.config.fields import (
+    Field,
+    convert,
+    find_flag,
+    flag_values,
+    list_flags,
+    tables,
+    to_words,
+    with_values,
+)
 from openrlhf.config.help import help_text
 from openrlhf.config.old_flags import OTHER_NAMES, OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
@@ -63,7 +72,8 @@ def parse(
     problems += line.problems
     chosen, renamed, hints, more = _translate([*variables, *settings, *line.settings], command)
     hints += _say_who_wins(variables, chosen)
-    values, bad = _convert(chosen, list_flags(command.config_type))
+    known = {key: flag for key in chosen if (flag := find_flag(command.config_type, key))}
+    values, bad = _convert(chosen, known)
     config = with_values(command.config_type(), values)
     selected = command.selected(config)
     options, wrong = _read_options(chosen, selected, bad)
@@ -298,18 +308,20 @@ def _say_who_wins(variables: Sequence[_Setting], chosen: Mapping[str, _Setting])
 
 def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[UsageError]]:
     sections = {key.rpartition(".")[0] for key in list_flags(config_type)} - {""} | {PREFIX.rstrip(".")}
-    sections |= {section.rpartition(".")[0] for section in sections} - {""}
+    sections |= {section.rpartition(".")[0] for section in sections} - {""} | {*tables(config_type)}
     settings, problems = [], []
     for file in files:
-        some, wrong = _read_yaml(file, sections)
+        some, wrong = _read_yaml(file, sections, tables(config_type))
         settings += some
         problems += wrong
     return settings, problems
 
 
-def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[UsageError]]:
+def _read_yaml(
+    path: str, sections: set[str], names: Container[str]
+) -> tuple[list[_Setting], list[UsageError]]:
     """Reads the settings of a file with nested, dotted or flat keys, in order, and its problems. Values stay
-    text: `5e-7` becomes a number only for a flag that takes one."""
+    text: `5e-7` becomes a number only for a flag that takes one. `names`: tables, see `tables`."""
     import yaml  # late: `--help` needs none
 
     settings: list[_Setting] = []
@@ -328,7 +340,9 @@ def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[Usag
                 problems.append(_invalid("a key must be a name", where))
                 continue
             name = prefix + key.value.replace("-", "_")
-            if name in sections:
+            if prefix[:-1] in names:  # a datasource
+                name = prefix + re.sub(r"\W+", "_", key.value)
+            if name in sections or (name.partition(".")[0] in names and isinstance(value, yaml.MappingNode)):
                 visit(value, name + ".")
             elif (words := _yaml_words(value)) is None:
                 text = "expects a value or a list of values"
@@ -395,7 +409,8 @@ def _translate(
     for setting in settings:
         of_value = command.old_flags.get(" ".join([setting.name, *setting.words]))
         old = of_value or command.old_flags.get(setting.name)
-        is_current = setting.name in fields or (has_options and setting.name.startswith(PREFIX))
+        is_option = has_options and setting.name.startswith(PREFIX)
+        is_current = is_option or find_flag(command.config_type, setting.name)
         if is_current and of_value is None:
             choose(setting.name, setting)
         elif old is not None:
@@ -417,6 +432,8 @@ def _translate(
         else:
             near = [key if setting.source.file else f"--{key}" for key in suggest(setting.name, command)]
             remedy = f"did you mean {' or '.join(near)}?" if near else "see --help"
+            if entry := tables(command.config_type).get(table := setting.name.partition(".")[0]):
+                remedy = f"{table}.NAME has {', '.join(list_flags(entry))}"
             text = f"there is no such flag; {remedy}"
             problems.append(UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=setting.shown))
     return chosen, renamed, hints, problems

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS, Correction
 from openrlhf.algorithms.corrections.gated import Gated
+from openrlhf.algorithms.curricula import CURRICULA
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
@@ -58,6 +59,10 @@ PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]
 LossAggregation = Annotated[str, OneOf(AGGREGATIONS)]
 ISCorrectionType = Annotated[str, OneOf(CORRECTIONS)]
 ProximalPolicyName = Annotated[str, OneOf(PROXIMAL_POLICIES)]
+GroupEstimator = Literal["group_norm", "dr_grpo", "rloo"]
+GROUP_ESTIMATORS: tuple[str, ...] = get_args(GroupEstimator)
+"""Estimators that compare the samples of a prompt alone."""
+CurriculumName = Annotated[str, OneOf(CURRICULA)]
 Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
 
 OTHER_REWARDS = OnResume(
@@ -390,6 +395,9 @@ class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig):
     None: the datasets follow one another."""
     prompt_split: str = "train"
     """Split to read from datasets that have splits."""
+    curriculum: CurriculumName | None = None
+    """Order of the prompts by what the policy has learned: which prompt is sampled next. None: each prompt
+    once in an epoch, at random."""
     pretrain_dataset: Content[str | None] = None
     """PPO-ptx: datasets of plain text that the policy also trains on, in the form of data.prompt_dataset.
     Every optimizer step has train.batch_size texts, cut at data.max_len. None: off."""
@@ -417,6 +425,45 @@ class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig):
     def broken_rows(self) -> BadRows:
         """Treatment of rows with faults other than excess length."""
         return self.bad_rows or "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """The prompts with NAME in the column `datasource`, or else those of a dataset NAME.jsonl, and what
+    differs for them. None: as in the whole run."""
+
+    quota: Count | None = None
+    """Number of prompts of the task in each RL step. The quotas of all tasks add up to rollout.batch_size. A
+    task starts its prompts again when they are used up. None, for all tasks: as the prompts come."""
+    reward: Annotated[str | None, OTHER_REWARDS] = None
+    """Reward function or reward servers of the task, in the form of reward.remote_url; of its evaluation,
+    too."""
+    agent: Annotated[str | None, OTHER_AGENT] = None
+    """Agent of the task, in the form of train.agent_func_path."""
+    temperature: Positive | None = None
+    """Sampling temperature of the task in training. Log-probs of training use it too."""
+    estimator: GroupEstimator | None = None
+    """Advantage estimator of the task. The run's estimator must be one of these, too: they compare the
+    samples of a prompt alone, so tasks do not mix."""
+    kl_coef: PositiveOrZero | None = None
+    """Weight of the KL penalty in the task's rewards, in place of algo.kl.init_coef."""
+    overlong_buffer_len: Positive | None = None
+    """Soft length penalty, as reward.overlong_buffer_len."""
+    overlong_penalty_factor: PositiveOrZero | None = None
+    """Largest length penalty, as reward.overlong_penalty_factor."""
+    stop_properly_penalty_coef: Annotated[float, Range(at_most=1)] | None = None
+    """Reward of truncated responses, as reward.stop_properly_penalty_coef."""
+
+
+PENALTIES = ("overlong_buffer_len", "overlong_penalty_factor", "stop_properly_penalty_coef")
+TASK_FLAGS = {
+    "reward": "reward.remote_url",
+    "agent": "train.agent_func_path",
+    "temperature": "rollout.temperature",
+    "estimator": "algo.advantage.estimator",
+    **{name: f"reward.{name}" for name in PENALTIES},
+}
+"""Values of a task -> the flags whose values they replace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -676,6 +723,7 @@ SELECTING: Mapping[str, Registry] = {
     "actor.policy_loss_type": POLICY_LOSSES,
     CORRECTION_KEY: CORRECTIONS,
     "algo.advantage.proximal_policy": PROXIMAL_POLICIES,
+    "data.curriculum": CURRICULA,
 }
 """Registries of the flags that select a class, by key."""
 
@@ -690,6 +738,8 @@ class PPOConfig(TrainingConfig):
     teacher: PPOTeacherConfig = PPOTeacherConfig()
     reward: RewardConfig = RewardConfig()
     data: PromptDataConfig = PromptDataConfig()
+    TABLES: ClassVar[Mapping[str, type]] = {"tasks": TaskConfig}
+    tasks: Mapping[str, Any] = field(default_factory=dict)
     rollout: RolloutConfig = RolloutConfig()
     vllm: VllmConfig = VllmConfig()
     train: TrainConfig = TrainConfig()
@@ -755,7 +805,59 @@ class PPOConfig(TrainingConfig):
     def _names(self) -> dict[str, str]:
         values = flag_values(self)
         corrects = self.algo.advantage.is_correction_enable
-        return {key: values[key] for key in SELECTING if corrects or key != CORRECTION_KEY}
+        chosen = [key for key in SELECTING if values[key] and (corrects or key != CORRECTION_KEY)]
+        return {key: values[key] for key in chosen}
+
+    def task_values(self, name: str) -> dict[str, Any]:
+        """Returns task -> its value of `TaskConfig.{name}`, for the tasks that have one."""
+        values = {key.partition(".")[::2]: value for key, value in self.tasks.items()}
+        return {task: value for (task, own), value in values.items() if own == name and value is not None}
+
+    def for_source(self, source: str) -> "PPOConfig":
+        """Returns the configuration of the prompts of a source: with the values of its task."""
+        values = {flag: self.task_values(key).get(source) for key, flag in TASK_FLAGS.items()}
+        return with_values(self, {flag: value for flag, value in values.items() if value is not None})
+
+    def temperature(self, source: str) -> float:
+        """Returns the sampling temperature of a source in training."""
+        return self.task_values("temperature").get(source, self.rollout.temperature)
+
+    @property
+    def batch_columns(self) -> dict[str, Any]:
+        """Arguments of `Batch.of` for the columns that not every run needs."""
+        temperature = self.temperature if self.task_values("temperature") else None
+        return {"by_prompt": self.actor.aggregates_by_prompt, "temperature": temperature}
+
+    @property
+    def draws_prompts(self) -> bool:
+        """True if quotas or a curriculum choose the prompts, which then repeat as needed."""
+        return bool(self.task_values("quota")) or self.data.curriculum is not None
+
+    @property
+    def agents(self) -> dict[str, str]:
+        """References of the agents' classes by flag."""
+        named = {"train.agent_func_path": self.train.agent_func_path}
+        named |= {f"tasks.{task}.agent": name for task, name in self.task_values("agent").items()}
+        return {key: resolve(name, "agents") for key, name in named.items() if name}
+
+    @property
+    def reward_functions(self) -> dict[str, str]:
+        """References of the reward functions by flag, without reasoning_gym's verifier."""
+        named = {f"tasks.{task}.reward": self.for_source(task).reward for task in self.task_values("reward")}
+        named["reward.remote_url"] = self.reward
+        return {key: name for key, reward in named.items() if (name := reward.function)}
+
+    @property
+    def users_files(self) -> list[str | None]:
+        """References of all agents, reward functions and algorithms of users."""
+        own = *self.agents.values(), *self.reward_functions.values(), *self.references.values()
+        return [self.reward_function, *own]
+
+    @property
+    def has_rewards(self) -> bool:
+        """True if rewards come from another source than a teacher."""
+        reward = self.reward
+        return bool(reward.urls or reward.models or self.train.agent_func_path or self.gym_verifies)
 
     @property
     def uses_critic(self) -> bool:
@@ -875,7 +977,7 @@ class PPOConfig(TrainingConfig):
     def samples_freely(self) -> bool:
         """True if all answers are sampled from the whole vocabulary: without top-p, top-k and agents, which
         may use other settings."""
-        return not self.rollout.is_truncated and self.train.agent_func_path is None
+        return not self.rollout.is_truncated and not self.agents
 
     @property
     def engines_colocated(self) -> bool:
@@ -945,7 +1047,7 @@ class PPOConfig(TrainingConfig):
     @property
     def action_limit(self) -> int | None:
         """Limit of the actions of a sequence. None: no limit, or an agent that samples several times."""
-        return None if self.train.agent_func_path else self.rollout.max_new_tokens
+        return None if self.agents else self.rollout.max_new_tokens
 
     @property
     def rollout_tokens_per_gpu(self) -> int:

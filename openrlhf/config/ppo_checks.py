@@ -13,7 +13,7 @@ from openrlhf.config import checks
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import flag_values
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import GROUP_ESTIMATORS, PPOConfig, RewardConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.config.speculation import parse_speculation
@@ -41,6 +41,8 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_gym_datasets(config),
             *_bounds(config),
             *_sources(config),
+            *_tasks(config),
+            *_quotas(config),
             *_policy(config),
             *_correction(config),
             *_sampling(config),
@@ -63,9 +65,10 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 
 LOOP_IGNORED = (
-    "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps eval.eval_at_start "
-    "eval.eval_only rollout.batch_size train.max_steps train.num_episodes train.async_enable "
-    "train.async_queue_size train.partial_rollout_enable algo.dynamic_filtering_enable ckpt.load_enable "
+    "data.prompt_dataset data.prompt_probs data.curriculum data.pretrain_dataset eval.dataset eval.steps "
+    "eval.eval_at_start eval.eval_only rollout.batch_size train.max_steps train.num_episodes "
+    "train.async_enable train.async_queue_size train.partial_rollout_enable algo.dynamic_filtering_enable "
+    "ckpt.load_enable "
     "ckpt.fork_from ckpt.best_metric_key placement actor.ptx_coef train.shuffle critic.freezing_steps "
     "critic.save_value_network",
     "because the loop is a program, which samples, evaluates and saves itself",
@@ -76,6 +79,9 @@ def loop_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     """Lists the problems of a user's own loop, which may bring prompts and rewards itself."""
     own = "data.prompt_dataset", "reward.remote_url"
     found = [*ppo_problems(config, explicit), *checks.remark_ignored(config, explicit, [LOOP_IGNORED])]
+    found += [
+        remark(f"tasks.{t}.quota", f"has no effect {LOOP_IGNORED[1]}") for t in config.task_values("quota")
+    ]
     return [p for p in found if not (p.key in own and p.code is ErrorCode.MISSING_FLAG)]
 
 
@@ -106,8 +112,6 @@ NEEDS = {
     "algo.kl.target": "algo.kl.horizon",
     "algo.dynamic_filtering_enable": "algo.dynamic_filtering_range algo.dynamic_filtering_max_batches",
     "teacher.model_name_or_path": "teacher.",
-    "reward.overlong_buffer_len": "reward.overlong_penalty_factor",
-    "train.agent_func_path": "train.max_turns rollout.step_timeout",
     "train.dynamic_batch_enable": "rollout.max_tokens_per_gpu",
     "ds.lora.rank": "vllm.lora_sync",
     "train.async_enable": "train.async_queue_size",
@@ -183,10 +187,14 @@ def _ignored(c: PPOConfig) -> Iterator[checks.IgnoredFlags]:
         yield "rollout.max_kept_tokens", "without --rollout.top_p or --rollout.top_k"
     if c.train.agent_func_path is not None:
         yield "reward.remote_url", "with --train.agent_func_path: the agent gives the rewards"
-    if c.reward_function is None:
+    if not c.agents:
+        yield "train.max_turns rollout.step_timeout", "without --train.agent_func_path"
+    if c.reward.overlong_buffer_len is None and not c.task_values("overlong_buffer_len"):
+        yield "reward.overlong_penalty_factor", "without --reward.overlong_buffer_len"
+    if c.reward_function is None and not c.reward_functions:
         keys = "reward.timeout reward.num_workers reward.memory_gb reward.batch"
         yield keys, "because reward.remote_url names no reward function"
-    if not c.reward.servers:
+    if not (c.reward.servers or c.task_values("reward")):
         keys = "reward.remote_timeout reward.remote_try_timeout reward.remote_batch_size "
         yield f"{keys}reward.remote_concurrency", "because reward.remote_url names no reward server"
     if c.reward.urls and c.reward.model_weights is None:
@@ -210,7 +218,8 @@ REWARD_REMEDY = (
 
 def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     key, reward = "reward.remote_url", config.reward
-    has_source = reward.urls or reward.models or config.train.agent_func_path or config.gym_verifies
+    of_tasks = {*config.task_values("reward"), *config.task_values("agent")}
+    has_source = config.has_rewards or of_tasks  # reading the data finds prompts without one
     if not has_source and not config.uses_teacher:
         verified = any(is_gym(item) for item in checks.split_spec(config.data.prompt_dataset))
         why = (
@@ -223,14 +232,21 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     if not has_source and config.eval.dataset is not None:
         text = f"no reward source scores its answers; {REWARD_REMEDY}"
         yield Problem("eval.dataset", text, ErrorCode.MISSING_FLAG)
+    yield from _reward_names(key, reward)
+    agents = {"train.agent_func_path": config.train.agent_func_path}
+    agents |= {f"tasks.{task}.agent": name for task, name in config.task_values("agent").items()}
+    for key, name in agents.items():
+        if name is not None:
+            form = "must name a .py file with the class AgentExecutor, or a class as folder/file.py:NAME"
+            yield from plugged(key, name, "agents", form)
+
+
+def _reward_names(key: str, reward: RewardConfig) -> Iterator[Problem]:
     for url in reward.urls:
         if url in reward.servers:
             yield from _server_url(key, url)
         else:
             yield from reward_function(key, url, alone=len(reward.urls) == 1)
-    if config.train.agent_func_path is not None:
-        form = "must name a .py file with the class AgentExecutor, or a class as folder/file.py:NAME"
-        yield from plugged("train.agent_func_path", config.train.agent_func_path, "agents", form)
 
 
 def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
@@ -349,6 +365,49 @@ def _sources(c: PPOConfig) -> Iterator[Problem]:
     if (c.rollout.vllm_generate_batch_size or 0) > c.rollout.batch_size and not _corrects(c):
         text = f"samples ahead, so groups that wait come from an earlier policy; {CORRECTS}"
         yield remark("rollout.vllm_generate_batch_size", text)
+
+
+def _tasks(c: PPOConfig) -> Iterator[Problem]:
+    """Checks what each task sets for itself."""
+    for task in c.task_values("reward"):
+        key, own = f"tasks.{task}.reward", c.for_source(task)
+        yield from _reward_names(key, own.reward)
+        if agent := own.train.agent_func_path:
+            yield Problem(key, f"the agent {agent} gives the rewards of this task; remove one of the two")
+        if c.reward.models and c.reward.model_weights is None:
+            text = "the reward models score all tasks; --reward.model_weights adds their scores to this one"
+            yield Problem(key, text)
+    no_kl = {
+        "without a reference model; set --algo.kl.init_coef, that of other tasks": not c.uses_reference,
+        "a KL in the loss has one weight for the whole batch; remove --algo.kl.use_loss": c.algo.kl.use_loss,
+        "algo.kl.target adapts one weight for all tasks; remove one of the two": c.adapts_kl,
+    }
+    for text in (text for text, is_so in no_kl.items() if is_so):
+        yield from (Problem(f"tasks.{task}.kl_coef", text) for task in c.task_values("kl_coef"))
+    if (name := c.algo.advantage.estimator) not in GROUP_ESTIMATORS:
+        text = f"the run's estimator {name} does more than compare the samples of a prompt, over all tasks; "
+        text += f"use {', '.join(GROUP_ESTIMATORS)} for --algo.advantage.estimator"
+        yield from (Problem(f"tasks.{task}.estimator", text) for task in c.task_values("estimator"))
+
+
+def _quotas(c: PPOConfig) -> Iterator[Problem]:
+    """Checks the quotas of tasks, and curricula."""
+    quotas, size = c.task_values("quota"), c.rollout.batch_size
+    if quotas and (total := sum(quotas.values())) != size:
+        said = " + ".join(f"{task} {quota}" for task, quota in quotas.items())
+        text = (
+            f"the quotas {said} are {total} prompts, and a step has {size}; use --rollout.batch_size {total}"
+        )
+        yield Problem(f"tasks.{next(iter(quotas))}.quota", text)
+    if quotas and c.data.prompt_probs is not None:
+        text = "draws from datasets at random, and the quotas of tasks are exact; remove one of the two"
+        yield Problem("data.prompt_probs", text)
+    if c.data.curriculum and c.algo.dynamic_filtering_enable and c.max_staleness:
+        text = (
+            "with --train.async_enable, which prompt takes the place of a filtered one would depend on the "
+            "order in which samples arrive; remove it, or --algo.dynamic_filtering_enable"
+        )
+        yield Problem("data.curriculum", text, ErrorCode.UNSUPPORTED)
 
 
 def _policy(c: PPOConfig) -> Iterator[Problem]:

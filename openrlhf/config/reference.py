@@ -23,7 +23,8 @@ def markdown(command: Command) -> str:
         lines += ["| flag | old spelling | values | default | meaning |", "|---|---|---|---|---|"]
         for field in fields:
             old = " ".join(f"`--{name}`" for name in names.get(field.key, ()))
-            cells = (f"`--{field.key}`", old, field.values, shown(field, values[field.key]), field.help)
+            default = shown(field, values.get(field.key))
+            cells = (f"`--{field.key}`", old, field.values, default, field.help)
             lines.append(
                 "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
             )

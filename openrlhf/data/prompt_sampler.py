@@ -5,13 +5,14 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Self
 
+from openrlhf.algorithms.curricula import Curriculum
 from openrlhf.data.order import epoch_order
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.types import Image, Prompt
+from openrlhf.types import Image, Prompt, PromptGroup, not_none
 
 ReadImages = Callable[[Prompt], tuple[Image, ...]]
 
@@ -155,14 +156,7 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the position that `state` holds. Raises UsageError when it was written with other
         prompts."""
-        here = self.state_dict()
-        for key in ("seed", "num_prompts", "fingerprint"):
-            if state[key] != here[key]:
-                raise UsageError(
-                    ErrorCode.OTHER_RUN,
-                    f"the checkpoint belongs to other prompts: {key} was {state[key]}, and is {here[key]}.\n"
-                    "Resume with the same --data.prompt_dataset, templates and seed, or start a new run.",
-                )
+        _check_same_prompts(state, self.state_dict())
         epoch = state["epoch"] if "epoch" in state else state["episode"]  # name of the key in version 1
         self._start(epoch, state["position"])
 
@@ -170,3 +164,113 @@ class PromptSampler:
         self._epoch = epoch
         self._position = position
         self._order = self.order(epoch)
+
+
+def _check_same_prompts(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for key in ("seed", "num_prompts", "fingerprint"):
+        if state[key] != here[key]:
+            raise UsageError(
+                ErrorCode.OTHER_RUN,
+                f"the checkpoint belongs to other prompts: {key} was {state[key]}, and is {here[key]}.\n"
+                "Resume with the same --data.prompt_dataset, templates and seed, or start a new run.",
+            )
+
+
+class Shuffled(Curriculum):
+    """Chooses each prompt once in an epoch, in the order of `PromptSampler`."""
+
+    position: int = field(init=False, default=0)
+    order: list[int] = field(init=False, default_factory=list)
+    """That of the current epoch; empty: not known yet."""
+
+    def choose(self) -> int:
+        epoch, i = divmod(self.position, len(self.prompts))
+        if not (i and self.order):
+            self.order = epoch_order(len(self.prompts), seed=self.seed, epoch=epoch)
+        self.position += 1
+        return self.order[i]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.order = state["position"], []
+
+
+class PromptDraws:
+    """Draws prompts without end: those of each task by its quota, in the order of a curriculum. The epoch of
+    a prompt is the number of times that it was drawn before."""
+
+    epoch, is_exhausted, shuffles = 0, False, False
+
+    def __init__(
+        self,
+        prompts: PromptDataset,
+        *,
+        seed: int,
+        batch_size: int,
+        quotas: Mapping[str, int],
+        build: Callable[[], Curriculum] = Shuffled,
+    ) -> None:
+        """`quotas`: number of prompts in a step, by source; empty: all are one task, of which a step has
+        `batch_size`. `build`: builds a task's curriculum."""
+        self._prompts, self._seed, self._by_source = prompts, seed, bool(quotas)
+        self.quotas = quotas or {"": batch_size}
+        self._curricula = {task: build() for task in self.quotas}
+        self._numbers: dict[str, list[int]] = {task: [] for task in self.quotas}
+        """Task -> the indices of its prompts."""
+        self._places: dict[int, int] = {}
+        """Prompt id -> index among the prompts of its task."""
+        self._drawn: Counter[int] = Counter()
+        for i, prompt in enumerate(prompts.without_images):
+            self._places[prompt.prompt_id] = len(own := self._numbers[self.task(prompt)])
+            own.append(i)
+        for task, own in self._numbers.items():
+            self._curricula[task].prompts = [prompts.without_images[i] for i in own]
+            self._curricula[task].seed = seed
+
+    def task(self, prompt: Prompt) -> str:
+        return prompt.source if self._by_source else ""
+
+    def next_batch(self, n: int, held: Counter[str]) -> list[Prompt]:
+        """Returns the next n prompts. Each is of the task that is furthest from its quota, so that every
+        `batch_size` prompts have the quotas. `held`: number of prompts of each task that were drawn and not
+        trained on yet."""
+        held, batch = held.copy(), []
+        for _ in range(n):
+            task = min(self.quotas, key=lambda task: held[task] / self.quotas[task])
+            held[task] += 1
+            i = self._numbers[task][self._curricula[task].choose()]
+            batch.append(replace(self._prompts[i], epoch=self._drawn[i]))
+            self._drawn[i] += 1
+        return batch
+
+    def of_step(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
+        """Returns the first groups of each task, as many as its quota or fewer, task by task: filtering may
+        have requested them in another order when samples arrived in another one."""
+        by_task = {task: [g for g in groups if self.task(g.prompt) == task] for task in self.quotas}
+        return [group for task, quota in self.quotas.items() for group in by_task[task][:quota]]
+
+    def observe(self, groups: Sequence[PromptGroup]) -> None:
+        """Tells the curricula the scores of groups."""
+        for group in groups:
+            scores = [not_none(t.score) for t in group.trajectories if t.ok and t.is_first]
+            place = self._places[group.prompt.prompt_id]
+            self._curricula[self.task(group.prompt)].observe(place, scores)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "drawn": dict(self._drawn),
+            "curricula": {task: own.state_dict() for task, own in self._curricula.items()},
+            "seed": self._seed,
+            "num_prompts": len(self._prompts),
+            "fingerprint": self._prompts.fingerprint(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state returned by `state_dict`. Raises UsageError when it was written with other
+        prompts."""
+        _check_same_prompts(state, self.state_dict())
+        self._drawn = Counter(state["drawn"])
+        for task, curriculum in self._curricula.items():
+            curriculum.load_state_dict(state["curricula"][task])

@@ -37,9 +37,11 @@ def build_prompts(
     first_id: int = 0,
     images: ImageColumn | None = None,
     tools_key: str | None = None,
+    by_task: bool = False,
 ) -> PromptDataset:
     """Builds one prompt from each row; its id is `first_id` plus the number of the row, so ids do not depend
-    on which other rows are skipped. Its source is the row's `datasource` column, else `source`.
+    on which other rows are skipped. Its source is the row's `datasource` column, else `source`; `by_task`: in
+    the form of a task's name, with "_" for what is no letter, digit or underscore.
 
     A row is bad when its prompt or label is missing or null, or when the chat template refuses it. A prompt
     of max_len tokens or more leaves no room for a response. bad_rows None: bad rows are an error, and prompts
@@ -57,11 +59,12 @@ def build_prompts(
         tools = read_tools(row, tools_key) if apply_chat_template else None
         if images is not None:
             value = images.place(row, as_messages(value))
+        name = str(row.get("datasource") or source)
         return Prompt(
             prompt_id=0,
             text=template(value, tools),
             label="" if label_key is None else read_value(row, label_key),
-            source=str(row.get("datasource") or source),
+            source=re.sub(r"\W+", "_", name) if by_task else name,
             messages=as_messages(value) if apply_chat_template else None,
             tools=tools,
         )

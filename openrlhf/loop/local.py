@@ -51,7 +51,7 @@ class LocalRollout(LocalEngine):
         self.config, self.options = config, local_options(config)
         self.policy: PolicyRanks | None = None
         """The policy whose weights the engine receives; None before the first sync."""
-        files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
+        files = UserFiles.of(*config.users_files)
         super().__init__(self.options, lambda options: RolloutWorker(config, options, files))
         self.num_samples: dict[Purpose, int] = {
             "train": config.rollout.n_samples_per_prompt,

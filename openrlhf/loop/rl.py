@@ -20,7 +20,7 @@ from openrlhf.backends.finite import NotFiniteError
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
-from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampler
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce, announcing_end
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Dropped, Stop
@@ -50,7 +50,7 @@ class PPOTrainer(Generic[PolicyT]):
     """None without on-policy distillation."""
     critic: TrainableRanks | None = None
     """None for estimators without a critic."""
-    prompts: InitVar[PromptSampler]
+    prompts: InitVar[PromptSampler | PromptDraws]
     eval_prompts: PromptDataset | Sequence[Prompt]
     """Empty without evaluation."""
     checkpoints: CheckpointFolder
@@ -75,7 +75,7 @@ class PPOTrainer(Generic[PolicyT]):
     estimator: AdvantageEstimator = field(init=False)
     saver: Saver = field(init=False)
 
-    def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
+    def __post_init__(self, prompts: PromptSampler | PromptDraws, restored: dict | None) -> None:
         self.collector = Collector(self.config, prompts, self.rollout, self.advance)
         self.estimator = self.config.algo.build_estimator()
         models, phase = SavedRanks(self.critic, self.policy), self.observer.phase
@@ -153,8 +153,7 @@ class PPOTrainer(Generic[PolicyT]):
         with self.observer.phase("logprobs"):
             policy = None if self.config.skips_old_log_probs else self.policy
             models = (policy, self.critic, self.teacher, self.reference)
-            by_prompt = self.config.actor.aggregates_by_prompt
-            batch = Batch.of(finished, step.version, by_prompt=by_prompt)
+            batch = Batch.of(finished, step.version, **self.config.batch_columns)
             step.batch = with_outputs(batch, *models, step.number)
         announce(self.hooks, Hook.scored, step)
 

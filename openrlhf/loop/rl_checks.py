@@ -121,21 +121,22 @@ def _check_statistics(path: str) -> None:
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     """Imports and checks the user's agent or reward function, and runs users' algorithms on a few samples.
     `ask`: as in `check_files`."""
-    if agent := config.train.agent:
-        limits = {
-            "max_turns": config.train.max_turns,
-            "step_timeout": config.rollout.step_timeout,
-            "images": config.reads_images,
-        }
-        check = partial(
-            check_agent_file,
-            limits=[name for name, value in limits.items() if value],
-            tokenizer=partial(policy_tokenizer, config),
-            is_chat=config.data.apply_chat_template,
-        )
-        ask("--train.agent_func_path", _check_file, check, agent, "--train.agent_func_path")
-    elif function := config.reward.function:
-        ask("--reward.remote_url", _check_file, check_reward_file, function, "--reward.remote_url")
+    limits = {
+        "max_turns": config.train.max_turns,
+        "step_timeout": config.rollout.step_timeout,
+        "images": config.reads_images,
+    }
+    check = partial(
+        check_agent_file,
+        limits=[name for name, value in limits.items() if value],
+        tokenizer=partial(policy_tokenizer, config),
+        is_chat=config.data.apply_chat_template,
+    )
+    for key, agent in config.agents.items():
+        ask(f"--{key}", _check_file, check, agent, f"--{key}")
+    for key, function in config.reward_functions.items():
+        if not (key == "reward.remote_url" and config.train.agent_func_path):
+            ask(f"--{key}", _check_file, check_reward_file, function, f"--{key}")
     for key, reference in config.references.items():
         ask(f"--{key}", check_algorithm, config, f"--{key}", reference)
 

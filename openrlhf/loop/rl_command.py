@@ -32,7 +32,6 @@ from openrlhf.cluster.roles import Roles, start_roles
 from openrlhf.cluster.watchdog import guard
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.config.ppo_command import PPO
-from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.data.sources import rows_digest
 from openrlhf.errors import (
     EXIT_FAILURE,
@@ -55,7 +54,14 @@ from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
 from openrlhf.training.publish import publish
-from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data, data_notes, missing_template
+from openrlhf.training.rl_data import (
+    PRETRAIN_FLAG,
+    RLData,
+    build_data,
+    build_sampler,
+    data_notes,
+    missing_template,
+)
 from openrlhf.training.saving import restore
 from openrlhf.training.schedule import num_updates, prompts_of_steps
 from openrlhf.user_file import split
@@ -190,8 +196,9 @@ def _run_fingerprint(config: PPOConfig, data: RLData) -> RunFingerprint:
     if texts := config.data.pretrain_dataset:
         checksum = rows_digest(texts, flag=PRETRAIN_FLAG, split=config.data.pretrain_split)
         more[PRETRAIN_FLAG] = f"checksum {checksum[:16]}"
-    users = {"--reward.remote_url": config.reward.function, "--train.agent_func_path": config.train.agent}
-    more |= {flag: f"checksum {digest(name)}" for flag, name in users.items() if name}
+    more["--tasks"] = ", ".join(sorted(config.tasks)) or "none"
+    users = config.reward_functions | config.agents
+    more |= {f"--{key}": f"checksum {digest(name)}" for key, name in users.items()}
     more |= {
         f"--{key}": f"checksum {digest(name)} of {split(name)[1]}" for key, name in config.references.items()
     }
@@ -223,7 +230,7 @@ def build_trainer(
         dtype=config.ds.param_dtype,
         missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
-    prompts = PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes)
+    prompts = build_sampler(config, data.prompts)
     kl, steps = config.algo.kl, prompts_of_steps(config, len(data.prompts))
     total_steps, samples = len(steps), max(steps) * config.rollout.n_samples_per_prompt
     trainer = PPOTrainer(

@@ -412,7 +412,7 @@ class Run:
         announce(self._hooks, Hook.sampled, step)
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
         self._num_episodes = num_samples(step.finished)
-        batch = Batch.of(step.finished, self.version, by_prompt=config.actor.aggregates_by_prompt)
+        batch = Batch.of(step.finished, self.version, **config.batch_columns)
         step.batch = with_outputs(batch, *models, step.number)
         announce(self._hooks, Hook.scored, step)
         step.batch, metrics = self._assign(step.batch, step.finished, advantages)

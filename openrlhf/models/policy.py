@@ -1,7 +1,7 @@
 """The policy model: a Hugging Face causal language model that reads packed rows and returns the log-probs of
 actions."""
 
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,18 +32,20 @@ class PolicyModel(RowModel):
     def forward(
         self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
     ) -> TokenScores:
-        """Returns the scores of the row's actions. `temperature` divides the logits, as in sampling. For
-        actions with a recorded top-p/top-k nucleus the distribution is the softmax over the recorded tokens,
-        and the log of their total probability in the sampler (`Nuclei.log_masses`, a constant) is added to
-        the log-probs. With `summed`, which excludes the entropy, returns the sum of the log-probs and
-        computes the head's gradients in the forward pass, see `sum_of_log_probs`.
+        """Returns the scores of the row's actions. `temperature` divides the logits, as in sampling, unless
+        the row has those of its actions. For actions with a recorded top-p/top-k nucleus the distribution is
+        the softmax over the recorded tokens, and the log of their total probability in the sampler
+        (`Nuclei.log_masses`, a constant) is added to the log-probs. With `summed`, which excludes the
+        entropy, returns the sum of the log-probs and computes the head's gradients in the forward pass, see
+        `sum_of_log_probs`.
         """
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
+        divisors = temperature if row.temperatures is None else row.temperatures[states.own]
         log_probs, entropy = get_head(self.model)(
             states.hidden,
             row.token_ids[row.actions[states.own]],
-            scale=scale / temperature,
+            scale=scale / divisors,
             softcap=softcap,
             kept=None if row.kept_ids is None else row.kept_ids[states.own],
             with_entropy=with_entropy,
@@ -73,7 +75,7 @@ class LogProbHead(nn.Linear):
         input: Tensor,
         targets: Tensor,
         *,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         softcap: float | None = None,
         kept: Tensor | None = None,
         with_entropy: bool = False,
@@ -85,7 +87,7 @@ class LogProbHead(nn.Linear):
         input: Tensor,
         targets: Tensor | None = None,
         *,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         softcap: float | None = None,
         kept: Tensor | None = None,
         with_entropy: bool = False,
@@ -96,7 +98,8 @@ class LogProbHead(nn.Linear):
         `linear_log_probs`."""
         if targets is None:
             return self.vocabulary.joined(super().forward(input))
-        options = {"scale": scale, "bias": self.bias, "softcap": softcap, "vocabulary": self.vocabulary}
+        options: dict[str, Any] = {"scale": scale, "bias": self.bias, "softcap": softcap}
+        options["vocabulary"] = self.vocabulary
         if summed:
             return sum_of_log_probs(input, self.weight, targets, **options), None
         return linear_log_probs(input, self.weight, targets, kept=kept, with_entropy=with_entropy, **options)

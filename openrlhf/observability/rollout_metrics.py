@@ -16,6 +16,27 @@ class RolloutMetrics(Hook):
 
     def scored(self, step: Step) -> None:
         step.metrics |= rollout_metrics(step.samples, step.version)
+        step.metrics |= source_metrics(step.samples, step.version)
+
+
+OF_SOURCES = (
+    *("num_samples", "failed_ratio", "reward_mean", "score_mean", "response_length_mean"),
+    "truncated_rate",
+)
+
+
+def source_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
+    """Returns the metrics `rollout/{source}_NAME` of each source, with the names in OF_SOURCES, if there are
+    several sources."""
+    by_source: dict[str, list[Trajectory]] = defaultdict(list)
+    for t in trajectories:
+        by_source[t.prompt.source].append(t)
+    metrics: Metrics = {}
+    for source, own in by_source.items() if len(by_source) > 1 else ():
+        found = rollout_metrics(own, version)
+        known = [name for name in OF_SOURCES if f"rollout/{name}" in found]
+        metrics |= {f"rollout/{source}_{name}": found[f"rollout/{name}"] for name in known}
+    return metrics
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -91,15 +92,24 @@ class EpisodeRunner:
         """`timeout`: seconds for one episode. `retries`: maximum reruns of an episode whose outcome is in
         `retry_on`. `max_concurrent`: episodes that run at the same time, None: all. `reward_is_optional`:
         accept None as a reward, because other rewards are added. `image_token_ids`: see RecordingEngine."""
-        self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
+        self.engine, self.tokenizer = engine, tokenizer
         self.stop_token_ids, self.timeout = stop_token_ids, timeout
         self.retries, self.retry_on = retries, retry_on
         self.reward_is_optional, self.image_token_ids = reward_is_optional, image_token_ids
         self._slots = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
         self.done: Work = no_work()
         """Work finished since the start, over all groups."""
-        self.is_users = isinstance(executor, UserExecutor)
+        self.use(executor)
+
+    def use(self, executor: AgentExecutorBase) -> None:
+        self.executor, self.is_users = executor, isinstance(executor, UserExecutor)
         self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
+
+    def with_executor(self, executor: AgentExecutorBase) -> Self:
+        """Returns a runner of another executor that shares the limits and the count of finished work."""
+        other = copy(self)
+        other.use(executor)
+        return other
 
     async def run_group(
         self, prompt: Prompt, sampling: Sampling, samples: Sequence[int] | None = None

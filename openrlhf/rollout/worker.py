@@ -6,8 +6,9 @@ cluster/engine_pool.py runs it in a Ray actor; this module does not depend on Ra
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from openrlhf.agents.base import SingleTurnAgentExecutor
+from openrlhf.agents.base import AgentExecutorBase, SingleTurnAgentExecutor
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import MAX_LOGPROBS, EngineOptions, engine_class
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe, WeightFingerprint
@@ -41,18 +42,8 @@ class RolloutWorker:
         config, path = self.config, self.config.actor.model_name_or_path
         processor = policy_processor(config)
         tokenizer = text_tokenizer(processor)
-        self.reward = self._build_reward()
-        executor = SingleTurnAgentExecutor(self.reward, is_chat=config.data.apply_chat_template)
-        if agent := config.train.agent:
-            executor = await UserExecutor.load(
-                self.files.here(agent),
-                AgentSetting(
-                    tokenizer=processor,
-                    max_length=config.data.max_len,
-                    max_turns=config.train.max_turns,
-                    step_timeout=config.rollout.step_timeout,
-                ),
-            )
+        self.rewards: list[RewardFunction | RemoteReward | NoReward] = []
+        executor = await self._build_executor(config, processor)
         self.runner = EpisodeRunner(
             self.engine,
             processor,
@@ -65,15 +56,35 @@ class RolloutWorker:
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
             image_token_ids=image_placeholder_ids(processor) if config.reads_images else (),
         )
+        tasks = {*config.task_values("reward"), *config.task_values("agent")}
+        self.runners = {
+            task: self.runner.with_executor(await self._build_executor(config.for_source(task), processor))
+            for task in sorted(tasks)
+        }
         train = Sampling.for_training(config)
         train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.engine.vocabulary))
         self.samplings = {s.purpose: s for s in (train, Sampling.for_evaluation(config))}
 
-    def _build_reward(self) -> RewardFunction | RemoteReward | NoReward:
-        reward = self.config.reward
-        if self.config.train.agent_func_path:
+    async def _build_executor(self, config: PPOConfig, processor: Any) -> AgentExecutorBase:
+        """Loads the agent, or the source of rewards, of a run or of one of its tasks."""
+        self.rewards.append(reward := self._build_reward(config))
+        if not (agent := config.train.agent):
+            return SingleTurnAgentExecutor(reward, is_chat=config.data.apply_chat_template)
+        return await UserExecutor.load(
+            self.files.here(agent),
+            AgentSetting(
+                tokenizer=processor,
+                max_length=config.data.max_len,
+                max_turns=config.train.max_turns,
+                step_timeout=config.rollout.step_timeout,
+            ),
+        )
+
+    def _build_reward(self, config: PPOConfig) -> RewardFunction | RemoteReward | NoReward:
+        reward = config.reward
+        if config.train.agent_func_path:
             return NoReward()
-        if function := self.config.reward_function:
+        if function := config.reward_function:
             return RewardFunction(
                 self.files.here(function),
                 timeout=reward.timeout,
@@ -96,7 +107,10 @@ class RolloutWorker:
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
     ) -> Sampled:
         """Runs the samples of one prompt; see `EpisodeRunner`."""
-        group = await self.runner.run_group(prompt, self.samplings[purpose], samples)
+        runner, sampling = self.runners.get(prompt.source, self.runner), self.samplings[purpose]
+        if purpose == "train":
+            sampling = replace(sampling, temperature=self.config.temperature(prompt.source))
+        group = await runner.run_group(prompt, sampling, samples)
         return Sampled(group=group, done=self.runner.done.copy())
 
     async def set_num_samples(self, purpose: Purpose, count: int) -> None:
@@ -108,7 +122,8 @@ class RolloutWorker:
         return await self.engine.probe(probe.asked, [decoded(image.data) for image in probe.images])
 
     async def close(self) -> None:
-        self.reward.close()
+        for reward in self.rewards:
+            reward.close()
         self.engine.shutdown()
 
     # The methods of the engine that a trainer calls, see `RolloutEngine`

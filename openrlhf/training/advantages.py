@@ -1,6 +1,6 @@
 """Advantages and returns of a step's actions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import nan
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
 from openrlhf.algorithms.advantages.groups import group_std, is_singleton
 from openrlhf.algorithms.advantages.returns import explained_variance, token_rewards
@@ -16,7 +17,7 @@ from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
-from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig
+from openrlhf.config.ppo import PENALTIES, AlgoConfig, PPOConfig, RewardConfig
 from openrlhf.types import Batch, Metrics, Trajectory, as_tensor
 
 
@@ -31,6 +32,7 @@ def compute_advantages(
     kl_coef: float,
     max_new_tokens: int,
     teacher_coef: float = 0.0,
+    tasks: Mapping[str, Mapping[str, Any]] = {},
 ) -> tuple[Batch, Metrics]:
     """Returns the batch with the advantages and returns of its actions, and metrics. `batch` and
     `samples` describe the same sequences: all successful samples of the step, at least one. Failed samples
@@ -46,11 +48,15 @@ def compute_advantages(
     `kl_coef`: the KL controller's coefficient. `max_new_tokens`: the length limit of the overlong penalty.
     `teacher_coef`: the weight of the reward log p_teacher - log p of each action, with a teacher. This reward
     is minus a one-sample estimate of KL(policy || teacher): on-policy distillation,
-    https://arxiv.org/abs/2306.13649.
+    https://arxiv.org/abs/2306.13649. `tasks`: values of `TaskConfig` by key and source.
     """
-    step = step_view(batch, samples, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
+    step = step_view(batch, samples, algo=algo, reward=reward, max_new_tokens=max_new_tokens, tasks=tasks)
     counts, log_probs, ref_log_probs = step.counts, step.log_probs, step.ref_log_probs
     shaped = estimator.shape(step).to(step.rewards.dtype)
+    sources = list({t.sample: t.prompt.source for t in samples}.values())
+    for source, name in tasks.get("estimator", {}).items():
+        is_own = torch.tensor([source == other for other in sources])
+        shaped = ESTIMATORS[name]().shape(step).where(is_own, shaped)
     clipped = clip(shaped, *reward.clip_range)[step.episodes]
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
@@ -58,9 +64,10 @@ def compute_advantages(
     turn_rewards = rewards_of_earlier_turns(samples) if estimator.discounts else None
     if turn_rewards is not None:
         clipped = clipped - torch.tensor([float(part.sum()) for part in turn_rewards.split(counts.tolist())])
-    per_action = token_rewards(
-        clipped, zeros if kl is None else kl, counts, 0.0 if algo.kl.use_loss else kl_coef
-    )
+    coef: float | Tensor = 0.0 if algo.kl.use_loss else kl_coef
+    if own := tasks.get("kl_coef"):
+        coef = torch.tensor([own.get(t.prompt.source, kl_coef) for t in samples]).repeat_interleave(counts)
+    per_action = token_rewards(clipped, zeros if kl is None else kl, counts, coef)
     if turn_rewards is not None:
         per_action = per_action + turn_rewards
     if to_teacher is not None:
@@ -97,7 +104,12 @@ def advantage_arguments(config: PPOConfig, kl_coef: float) -> dict[str, Any]:
         "kl_coef": kl_coef,
         "max_new_tokens": config.longest_response,
         "teacher_coef": config.teacher.kd_coef,
+        "tasks": {key: own for key in SHAPING if (own := config.task_values(key))},
     }
+
+
+SHAPING = ("estimator", "kl_coef", *PENALTIES)
+"""Keys of a task that decide how its rewards become advantages."""
 
 
 def rewards_of_earlier_turns(samples: Sequence[Trajectory]) -> Tensor | None:
@@ -137,6 +149,7 @@ def step_view(
     algo: AlgoConfig,
     reward: RewardConfig,
     max_new_tokens: int,
+    tasks: Mapping[str, Mapping[str, Any]] = {},
 ) -> StepView:
     """Returns the samples as an estimator sees them. It groups sequences into episodes, each of which has one
     reward."""
@@ -150,14 +163,15 @@ def step_view(
     truncated = torch.tensor([t.truncated for t in last])
     names = {name for t in last for name in t.extra_logs} | {"score"}
     values_of = [t.extra_logs | {"score": nan if t.score is None else t.score} for t in last]
+    rewards = torch.tensor([t.reward for t in last], dtype=torch.float32)  # finished samples have one
+    penalised = partial(_penalised, rewards, lengths, truncated, max_new_tokens=max_new_tokens)
+    rewards = penalised(reward)
+    for source in {source for key in PENALTIES for source in tasks.get(key, ())}:
+        own = {key: tasks[key][source] for key in PENALTIES if source in tasks.get(key, ())}
+        is_own = torch.tensor([t.prompt.source == source for t in last])
+        rewards = torch.where(is_own, penalised(replace(reward, **own)), rewards)
     return StepView(
-        rewards=_penalised(
-            torch.tensor([t.reward for t in last], dtype=torch.float32),  # finished samples have one
-            lengths,
-            truncated,
-            reward,
-            max_new_tokens,
-        ),
+        rewards=rewards,
         group_ids=torch.tensor([groups.setdefault(t.group, len(groups)) for t in last]),
         named_rewards={
             name: torch.tensor([values.get(name, nan) for values in values_of]) for name in sorted(names)
@@ -177,7 +191,7 @@ def step_view(
 
 
 def _penalised(
-    rewards: Tensor, lengths: Tensor, truncated: Tensor, reward: RewardConfig, max_new_tokens: int
+    rewards: Tensor, lengths: Tensor, truncated: Tensor, reward: RewardConfig, *, max_new_tokens: int
 ) -> Tensor:
     """Applies the length penalties of `reward` to the rewards (E,) of episodes. Returns (E,)."""
     if reward.overlong_buffer_len is not None:

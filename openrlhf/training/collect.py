@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from openrlhf.backends.base import Rollout
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.data.prompt_sampler import PromptSampler
+from openrlhf.data.prompt_sampler import PromptDraws, PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.failures import commonest_failure
 from openrlhf.observability.hooks.base import Step
@@ -102,12 +102,15 @@ class Collector:
     Without filtering all prompts of a batch are of one epoch, so that a step trains on the same prompts
     however many are sampled at a time. Filtering (DAPO, https://arxiv.org/abs/2503.14476) fills a batch
     across the boundary of epochs. When no prompt is left, the last batch is smaller.
+
+    With `PromptDraws` a batch has the quotas of the tasks exactly. A curriculum learns of a group when a step
+    trains on it or filters it, so that its choices do not depend on the order in which samples arrive.
     """
 
     def __init__(
         self,
         config: PPOConfig,
-        prompts: PromptSampler,
+        prompts: PromptSampler | PromptDraws,
         rollout: Rollout,
         on_group: Callable[[PromptGroup], None],
         staleness_limit: StalenessLimit | None = None,
@@ -115,9 +118,13 @@ class Collector:
         """`on_group`: called with each finished group. `staleness_limit`: None: from `config`."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
         self.staleness_limit = staleness_limit or StalenessLimit.from_config(config)
+        self._draws = prompts if isinstance(prompts, PromptDraws) else None
+        self._mixes_epochs = self._filters or self._draws is not None
         self._under_way: dict[GroupKey, Prompt] = {}
         self._finished: dict[GroupKey, PromptGroup] = {}
         self._kept: list[PromptGroup] = []
+        self._rejected: list[PromptGroup] = []
+        """Groups that the current step has filtered."""
         self._to_submit: list[Prompt] = []
         self._asked = 0
         """Number of prompts that the current step has requested."""
@@ -137,7 +144,7 @@ class Collector:
         if more samples failed than `reward.max_failed_ratio` allows, if `algo.dynamic_filtering_max_batches`
         batches of prompts are not enough for one batch of groups, or if the first step keeps no group.
         """
-        self._asked, self._verdicts = 0, Counter()
+        self._asked, self._verdicts, self._rejected = 0, Counter(), []
         if self._to_submit:
             self._rollout.submit(self._to_submit, "train")
             self._to_submit = []
@@ -148,6 +155,8 @@ class Collector:
         batch = self._ready()
         taken = {group_key(group.prompt) for group in batch}
         self._kept = [group for group in self._kept if group_key(group.prompt) not in taken]
+        if self._draws:
+            self._draws.observe([*batch, *self._rejected])
         if self._filters and step.number == 1 and not batch:
             raise self._filter_error(step)
         step.samples = [t for group in batch for t in group.trajectories]
@@ -196,8 +205,10 @@ class Collector:
         return self._submit(step) or bool(self._under_way)
 
     def _ready(self) -> list[PromptGroup]:
-        """Returns the groups that are ready for the next batch. Without filtering they are all of one
-        epoch."""
+        """Returns the groups that are ready for the next batch. Without filtering or draws they are all of
+        one epoch."""
+        if self._draws:
+            return self._draws.of_step(self._kept)
         ready = [g for g in self._kept if self._filters or g.prompt.epoch == self._epoch]
         return ready[: self._config.rollout.batch_size]
 
@@ -210,7 +221,7 @@ class Collector:
     @property
     def _is_end_of_episode(self) -> bool:
         """True if the next batch remains incomplete, because its epoch has no further prompts."""
-        if self._filters or not self._kept:
+        if self._mixes_epochs or not self._kept:
             return False
         is_sampled = any(epoch == self._epoch for epoch, _ in self._under_way)
         return not is_sampled and self._prompts.epoch != self._epoch
@@ -228,19 +239,28 @@ class Collector:
         """Returns the next prompts to sample. Empty if no group is missing, or if the batch remains
         incomplete."""
         kept, under_way = len(self._kept) + self._unfillable_places, len(self._under_way)
+        held = Counter[str]()
+        if self._draws:  # the surplus of a task takes no places of the others
+            held.update(map(self._draws.task, (*(g.prompt for g in self._kept), *self._under_way.values())))
+            most = {
+                task: n * (1 + self.staleness_limit.max_staleness) for task, n in self._draws.quotas.items()
+            }
+            kept = (held & Counter(most)).total() - under_way
         room = self.staleness_limit.room(kept=kept, under_way=under_way, asked=self._asked)
         if room <= 0:
             is_short = len(self._ready()) < self._config.rollout.batch_size and not self._is_end_of_episode
             if is_short and not under_way and not self._prompts.is_exhausted:
                 raise self._filter_error(step)
             return []
+        if isinstance(self._prompts, PromptDraws):
+            return self._prompts.next_batch(room, held)
         return self._prompts.next_batch(room)
 
     @property
     def _unfillable_places(self) -> int:
         """Number of places in incomplete last batches of epochs, which prompts of the next epoch must not
         fill. Counting them as taken keeps later groups within the staleness bound."""
-        if self._filters or not self.staleness_limit.max_staleness:
+        if self._mixes_epochs or not self.staleness_limit.max_staleness:
             return 0
         waiting = Counter([*(g.prompt.epoch for g in self._kept), *(e for e, _ in self._under_way)])
         del waiting[self._prompts.epoch]
@@ -265,6 +285,7 @@ class Collector:
         if filter_result is FilterResult.KEPT:
             self._kept.append(group)
         else:
+            self._rejected.append(group)
             step.filtered += group.trajectories
 
     def _check_failures(self, step: Step) -> None:

@@ -1,19 +1,23 @@
 """Builds the data of an RL run: training prompts, evaluation prompts and pre-training texts."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.algorithms.curricula import CURRICULA, Curriculum
 from openrlhf.config.checks import split_spec
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.encode import log_skipped
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.order import epoch_order
-from openrlhf.data.prompt_sampler import PromptDataset
+from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampler, Shuffled
 from openrlhf.data.prompts import build_prompts, source_names
 from openrlhf.data.scored import end_token_id
 from openrlhf.data.sft import build_sft_samples
@@ -66,29 +70,75 @@ def build_prompt_datasets(
     data, evaluation = config.data, config.eval
     tokenizer = policy_tokenizer(config)
     check_vocabularies(config, tokenizer)
-    rows = _prompt_rows(
-        config,
-        data.prompt_dataset,
-        flag="--data.prompt_dataset",
-        split=data.prompt_split,
-        probs=data.prompt_probs,
-        max_samples=data.max_samples,
-    )
     images = find_image_column(config, tokenizer)
-    prompts = _prompts(config, tokenizer, rows, images, "--data.prompt_dataset")
-    held_out, num_rows = [], 0
-    sets = split_spec(evaluation.dataset or "")
-    for item, source in zip(sets, source_names(sets), strict=True):
-        rows = _prompt_rows(
-            config, item, flag="--eval.dataset", split=evaluation.split, max_samples=evaluation.max_samples
-        )
-        held_out.append(
-            _prompts(config, tokenizer, rows, images, "--eval.dataset", source=source, first_id=num_rows)
-        )
-        num_rows += len(rows)
-    eval_prompts = PromptDataset.joined(held_out)
+    named = partial(_named_sets, config, tokenizer, images)
+    flag, options = "--data.prompt_dataset", {"split": data.prompt_split, "max_samples": data.max_samples}
+    if config.tasks and data.prompt_probs is None and len(split_spec(data.prompt_dataset)) > 1:
+        prompts = named(data.prompt_dataset, flag=flag, total=data.max_samples, **options)
+    else:
+        rows = _prompt_rows(config, data.prompt_dataset, flag=flag, probs=data.prompt_probs, **options)
+        prompts = _prompts(config, tokenizer, rows, images, flag)
+    options = {"split": evaluation.split, "max_samples": evaluation.max_samples}
+    eval_prompts = named(evaluation.dataset or "", flag="--eval.dataset", **options)
+    check_tasks(config, prompts.without_images, eval_prompts.without_images)
     check_reward_templates(config, tokenizer, [prompts.without_images, eval_prompts.without_images])
     return prompts, eval_prompts, tokenizer
+
+
+def _named_sets(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageColumn | None,
+    spec: str,
+    *,
+    flag: str,
+    split: str,
+    max_samples: int | None,
+    total: float = math.inf,
+) -> PromptDataset:
+    """Returns the prompts of a list of datasets, whose names are the sources of rows without one.
+    `max_samples`: maximum number of prompts of each; `total`: of all."""
+    sets, found, num_rows = split_spec(spec), [], 0
+    for item, source in zip(sets, source_names(sets), strict=True):
+        rows = _prompt_rows(config, item, flag=flag, split=split, max_samples=max_samples)
+        if not (count := min(len(rows), total - num_rows)):
+            break
+        rows = rows.take(range(int(count)))
+        found.append(_prompts(config, tokenizer, rows, images, flag, source=source, first_id=num_rows))
+        num_rows += len(rows)
+    return PromptDataset.joined(found)
+
+
+def check_tasks(config: PPOConfig, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
+    """Raises UsageError for a task without prompts, and for a source of prompts without a quota or a
+    reward."""
+    trained, held_out = (Counter(prompt.source for prompt in those) for those in (prompts, eval_prompts))
+    quotas, sources = config.task_values("quota"), trained | held_out
+    for name in sorted({key.partition(".")[0] for key in config.tasks}):
+        if name not in (known := trained if name in quotas else sources):
+            text = f"no prompt has this datasource; there are {', '.join(known)}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, flag=f"--tasks.{name}")
+    for source, count in sources.items() if config.tasks else ():
+        if quotas and source in trained and source not in quotas:
+            text = f"{counted(count, 'prompt')} with the datasource {source} would never be sampled.\n"
+            text += f"Set --tasks.{source}.quota, or leave them out of the dataset."
+            raise UsageError(ErrorCode.MISSING_FLAG, text, flag=f"--tasks.{source}.quota")
+        if not (config.for_source(source).has_rewards or config.uses_teacher):
+            text = f"{counted(count, 'prompt')} with the datasource {source} have no reward source.\n"
+            text += f"Set --tasks.{source}.reward, or --reward.remote_url for all tasks without one."
+            raise UsageError(ErrorCode.MISSING_FLAG, text, flag=f"--tasks.{source}.reward")
+
+
+def build_sampler(config: PPOConfig, prompts: PromptDataset) -> PromptSampler | PromptDraws:
+    """Returns the prompts of a run in the order in which they are sampled."""
+    seed = config.train.seed
+    if not config.draws_prompts:
+        return PromptSampler(prompts, seed=seed, num_epochs=config.train.num_episodes)
+    build: Callable[[], Curriculum] = Shuffled
+    if name := config.data.curriculum:
+        build = partial(CURRICULA[name].of, config.algo.options)
+    size, quotas = config.rollout.batch_size, dict(sorted(config.task_values("quota").items()))
+    return PromptDraws(prompts, seed=seed, batch_size=size, quotas=quotas, build=build)
 
 
 def read_prompts(config: PPOConfig, source: str, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
@@ -118,7 +168,7 @@ def data_notes(
 def missing_template(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> str:
     """Returns evidence that prompts lack the chat template; "" if they have it, or another is chosen."""
     data, mark = config.data, "a question"
-    if data.apply_chat_template or data.input_template or config.train.agent or not tokenizer.chat_template:
+    if data.apply_chat_template or data.input_template or config.agents or not tokenizer.chat_template:
         return ""
     with suppress(BadRow):  # raised by a template that needs other messages
         end = PromptTemplate(tokenizer, True, None)(mark).partition(mark)[2].strip()
@@ -172,6 +222,7 @@ def _prompts(
         first_id=first_id,
         images=images,
         tools_key=data.tools_key,
+        by_task=bool(config.tasks),
     )
     log_skipped(prompts, flag)
     return prompts

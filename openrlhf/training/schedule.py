@@ -17,8 +17,11 @@ from openrlhf.types import Batch, Metrics, Schedule
 def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
     """Returns the number of prompts that each RL step of a run trains on. The last step of each pass over the
     prompts has the remainder. Dynamic filtering fills batches across passes, so only the run's last step has
-    a remainder; it also drops an unknown number of prompts, so that the numbers are an upper bound."""
+    a remainder; it also drops an unknown number of prompts, so that the numbers are an upper bound. With
+    quotas or a curriculum all steps are complete, as many as the passes fill, but at least one."""
     size, episodes = config.rollout.batch_size, config.train.num_episodes
+    if config.draws_prompts:
+        return ([size] * max(1, num_prompts * episodes // size))[: config.train.max_steps]
     stretches = [num_prompts] * episodes
     if config.algo.dynamic_filtering_enable:
         stretches = [num_prompts * episodes]

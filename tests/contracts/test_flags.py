@@ -161,6 +161,7 @@ OURS = {
         "algo.max_mismatch",
         "algo.router_replay",
         "algo.skip_old_log_probs",
+        "data.curriculum",
         "ckpt.max_age_hours",
         "ckpt.overwrite",
         "ckpt.push_to_hub",

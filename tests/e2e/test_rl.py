@@ -399,8 +399,7 @@ def mean_loss_of_texts(task: TaskFiles, *, count: int) -> float:
 def cut_after_step_2(whole: Path, halves: Path) -> None:
     """Copies the folder of a run as if it had been killed after it saved the first checkpoint of two."""
     shutil.copytree(whole / "ckpt", halves / "ckpt")
-    for role in ("_actor", "_critic"):
-        kept = halves / "ckpt" / role
+    for kept in (halves / "ckpt").glob("_*"):
         assert {path.name for path in kept.glob("global_step*")} == {"global_step2", "global_step4"}
         shutil.rmtree(kept / "global_step4")
     (halves / "ckpt" / "_actor" / "latest").write_text("global_step2")

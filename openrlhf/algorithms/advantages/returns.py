@@ -6,9 +6,9 @@ ROUNDING = 2.0**-20
 """Relative rounding error of returns, 16 times that of one float32 operation."""
 
 
-def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float) -> Tensor:
+def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float | Tensor) -> Tensor:
     """Returns the reward of each action, (A,): its KL penalty -kl_coef * `kl` (A,), plus the sequence's
-    reward (B,) at the last action."""
+    reward (B,) at the last action. `kl_coef`: a number, or one for each action, (A,)."""
     per_token = -kl_coef * kl
     acted = counts > 0
     per_token[counts.cumsum(0)[acted] - 1] += rewards[acted]

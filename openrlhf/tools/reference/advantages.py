@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,12 +37,13 @@ def plain_advantages(
     kl_coef: float,
     max_new_tokens: int,
     teacher_coef: float = 0.0,
+    tasks: Mapping[str, Any] = {},
 ) -> PlainAdvantages | None:
     """Returns the advantages of a batch; see `advantages.compute_advantages` for the arguments. None for what
-    these formulas do not cover: estimators of the user, and groups of GRPO whose rewards differ little after
-    length penalties."""
+    these formulas do not cover: estimators of the user, tasks with values of their own, and groups of GRPO
+    whose rewards differ little after length penalties."""
     name, gamma, lambd = algo.advantage.estimator, algo.advantage.gamma, algo.advantage.lambd
-    if name not in BASELINES:
+    if name not in BASELINES or tasks:
         return None
     ends = np.cumsum(batch.num_actions)
     parts = [slice(end - n, end) for end, n in zip(ends, batch.num_actions, strict=True)]

@@ -22,7 +22,7 @@ CHUNK = 256
 """Number of actions whose logits exist at once: 0.3 GB in float64 with a vocabulary of 150,000."""
 
 
-def distribution(logits: Tensor, temperature: float = 1.0, support: Tensor | None = None) -> Tensor:
+def distribution(logits: Tensor, temperature: float | Tensor = 1.0, support: Tensor | None = None) -> Tensor:
     """Returns the log-probs (A, V) of all tokens. `support`: mask of those that they are normalised over, (A,
     V); None: all."""
     scaled = logits / temperature
@@ -61,15 +61,21 @@ def plain_score(model: PreTrainedModel, sample: Sample) -> Tensor:
 
 @torch.no_grad()
 def log_probs_of_row(model: PreTrainedModel, row: PackedRow, temperature: float = 1.0) -> Tensor:
-    """Returns the log-probs (A,) in float64 of the actions of a row, by the model of a run."""
+    """Returns the log-probs (A,) in float64 of the actions of a row, by the model of a run. `temperature`:
+    that of all actions, unless the row has one for each."""
     found = []
+    own = row.temperatures
+    divisors = (torch.full_like(row.actions, temperature, dtype=torch.float64) if own is None else own)[
+        :, None
+    ]
     for hidden, ids, actions in _each_alone(model, row):
         for states, targets in zip(hidden[actions - 1].split(CHUNK), ids[actions].split(CHUNK), strict=True):
-            found.append(chosen(distribution_of(model, states, temperature), targets))
+            of_states, divisors = divisors[: len(states)], divisors[len(states) :]
+            found.append(chosen(distribution_of(model, states, of_states), targets))
     return torch.cat(found)
 
 
-def distribution_of(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
+def distribution_of(model: PreTrainedModel, hidden: Tensor, temperature: float | Tensor) -> Tensor:
     """Returns the log-probs (A, V) in float64 of all tokens, given the hidden states (A, H) before them."""
     return distribution(transformed_logits(get_head(model)(hidden).double(), model.config), temperature)
 

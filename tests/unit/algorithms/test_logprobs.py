@@ -192,9 +192,9 @@ def test_never_holds_more_than_a_chunk_of_logits(monkeypatch):
     rows = []
     original = logprobs.HeadLogits.__call__
 
-    def record(self, hidden):
+    def record(self, hidden, *of_all):
         rows.append(len(hidden))
-        return original(self, hidden)
+        return original(self, hidden, *of_all)
 
     monkeypatch.setattr(logprobs.HeadLogits, "__call__", record)
     monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * V * 4)  # four rows of float32 logits
@@ -306,3 +306,39 @@ def test_logits_of_half_precision_weights_are_not_rounded():
     size = hidden.double().abs() @ weight.double().abs().t() + bias.double().abs()
     assert ((logits.double() - exact).abs() <= size * (H + 1) * 2**-24).all()
     assert not torch.equal(exact, exact.bfloat16().double())
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("head_learns", [True, False])
+def test_each_action_may_have_a_scale_of_its_own(softcap, head_learns):
+    """Log-probs, entropies and gradients are those of each action alone."""
+    scales = torch.tensor([0.5, 2.0, 1.0] * 4, dtype=torch.float64)[:A]
+    results = []
+    for parts in ([slice(0, A)], [slice(i, i + 1) for i in range(A)]):
+        hidden, weight, bias, targets = inputs()
+        weight.requires_grad_(head_learns)
+        bias.requires_grad_(head_learns)
+        total, found = 0.0, []
+        for part in parts:
+            scale = scales if len(parts) == 1 else scales[part].item()
+            options = {"scale": scale, "bias": bias, "softcap": softcap, "with_entropy": head_learns}
+            log_probs, entropy = linear_log_probs(hidden[part], weight, targets[part], chunk=4, **options)
+            mix = torch.arange(1.0, A + 1, dtype=torch.float64)[part]
+            total = total + (mix * log_probs).sum() + (0 if entropy is None else (entropy / mix).sum())
+            found.append(log_probs)
+        total.backward()
+        results.append((torch.cat(found), hidden.grad, *([weight.grad, bias.grad] if head_learns else [])))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_one_scale_for_each_action_is_that_of_all_bit_for_bit(softcap):
+    results = []
+    for scale in (1 / 0.7, 1 / torch.full((A,), 0.7, dtype=torch.float64)):
+        hidden, weight, _, targets = inputs(torch.float32)
+        options = {"softcap": softcap, "with_entropy": True, "chunk": 3}
+        log_probs, entropy = linear_log_probs(hidden, weight, targets, scale=scale, **options)
+        (log_probs + entropy).sum().backward()
+        results.append((log_probs, entropy, hidden.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

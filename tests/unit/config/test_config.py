@@ -290,6 +290,55 @@ CHECKS = [
         "--vllm.keep_cache",
         "",
     ),
+    # tasks
+    (PPO, "--tasks.a.quota 2 --tasks.b.quota 1", "conflict", "--tasks.a.quota 2", "--rollout.batch_size 3"),
+    (
+        PPO,
+        "--tasks.a.quota 1024 --data.prompt_dataset org/a,org/b --data.prompt_probs 0.5,0.5",
+        "conflict",
+        "--data.prompt_probs 0.5,0.5",
+        "the quotas of tasks are exact",
+    ),
+    (
+        PPO,
+        FILTER + "--data.curriculum difficulty --train.async_enable --rollout.n_samples_per_prompt 2",
+        "unsupported",
+        "--data.curriculum difficulty",
+        "--algo.dynamic_filtering_enable",
+    ),
+    (PPO, "--tasks.a.estimator rloo", "conflict", "--tasks.a.estimator rloo", "group_norm, dr_grpo, rloo"),
+    (
+        PPO,
+        "--tasks.a.kl_coef 1 --algo.kl.init_coef 0",
+        "conflict",
+        "--tasks.a.kl_coef 1.0",
+        "--algo.kl.init_coef",
+    ),
+    (
+        PPO,
+        "--tasks.a.kl_coef 1 --algo.kl.use_loss --algo.kl.estimator k2",
+        "conflict",
+        "--tasks.a.kl_coef 1.0",
+        "--algo.kl.use_loss",
+    ),
+    (PPO, "--tasks.a.kl_coef 1 --algo.kl.target 0.1", "conflict", "--tasks.a.kl_coef 1.0", "algo.kl.target"),
+    (
+        PPO,
+        "--tasks.a.reward reward.py --train.agent_func_path reward.py",
+        "conflict",
+        "--tasks.a.reward reward.py",
+        "the agent reward.py gives the rewards",
+    ),
+    (
+        PPO,
+        "--reward.remote_url None --reward.model_name_or_path org/rm --tasks.a.reward reward.py",
+        "conflict",
+        "--tasks.a.reward reward.py",
+        "--reward.model_weights",
+    ),
+    (PPO, "--tasks.a.reward ./r.py", "not-found", "--tasks.a.reward ./r.py", ""),
+    (PPO, "--tasks.a.agent ./a.py", "not-found", "--tasks.a.agent ./a.py", ""),
+    (PPO, "--tasks.a.qouta 2", "unknown-flag", "--tasks.a.qouta", "tasks.NAME has quota, reward"),
     # algorithm
     (
         PPO,
@@ -1006,6 +1055,8 @@ CHECKED = {
     ppo_checks: (
         *(
             "_sources",
+            "_tasks",
+            "_quotas",
             "_policy",
             "_skipped_log_probs",
             "_sampling",

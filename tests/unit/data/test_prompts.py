@@ -7,15 +7,22 @@ from itertools import chain
 import pytest
 from refusals import refused
 
-from openrlhf.config.fields import list_flags
-from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
+from openrlhf.config.fields import list_flags, with_values
+from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig, RewardConfig
 from openrlhf.data.files import REMEDY
-from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampler
 from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.training.rl_data import build_data, build_prompt_datasets, pretrain_column, prompt_columns
+from openrlhf.training.rl_data import (
+    build_data,
+    build_prompt_datasets,
+    build_sampler,
+    pretrain_column,
+    prompt_columns,
+)
+from openrlhf.training.schedule import prompts_of_steps
 from openrlhf.types import Prompt
 
 OPTIONS = {
@@ -273,6 +280,85 @@ def test_one_evaluation_set_is_the_default_source(model_folder, tmp_path):
     one = write(tmp_path / "test.jsonl", [{"input": "x"}, {"input": "y", "datasource": "own"}])
     prompts = eval_prompts(model_folder, one)
     assert [(p.prompt_id, p.source) for p in prompts] == [(0, "default"), (1, "own")]
+
+
+def task_config(model_folder, tmp_path, tasks, **changes):
+    """Prompts of two files, the second of which has a row with a source of its own."""
+    math = write(tmp_path / "math.jsonl", [{"input": f"math {i}"} for i in range(3)])
+    chat = write(tmp_path / "chat.jsonl", [{"input": "chat"}, {"input": "x", "datasource": "open/code"}])
+    held = write(tmp_path / "held-out.jsonl", [{"input": "held out"}])
+    config = PPOConfig(
+        actor=ActorConfig(model_name_or_path=str(model_folder)),
+        data=PromptDataConfig(prompt_dataset=f"{math},{chat}", max_len=64),
+        eval=EvalConfig(dataset=f"{held},{math}"),
+        reward=RewardConfig(remote_url="http://host/reward"),
+        tasks=tasks,
+    )
+    return with_values(config, changes)
+
+
+QUOTAS = {"math.quota": 4, "chat.quota": 2, "open_code.quota": 2}
+
+
+def test_tasks_are_the_datasets_of_a_list_or_the_sources_of_rows(model_folder, tmp_path):
+    config = task_config(model_folder, tmp_path, QUOTAS | {"held_out.reward": "http://own/reward"})
+    prompts, held_out, _ = build_prompt_datasets(config)
+    assert [(p.prompt_id, p.source) for p in prompts] == [
+        *((0, "math"), (1, "math"), (2, "math"), (3, "chat"), (4, "open_code"))
+    ]
+    assert [p.source for p in held_out] == ["held_out", "math", "math", "math"]
+    sampler = build_sampler(config, prompts)
+    assert isinstance(sampler, PromptDraws) and sampler.quotas == {"chat": 2, "math": 4, "open_code": 2}
+    for most, sources in ((2, ["math"] * 2), (4, ["math"] * 3 + ["chat"])):
+        config = task_config(model_folder, tmp_path, {"math.temperature": 0.5}, **{"data.max_samples": most})
+        assert [p.source for p in build_prompt_datasets(config)[0]] == sources
+
+
+@pytest.mark.parametrize(
+    ("tasks", "changes", "flag", "told"),
+    [
+        ({"mth.temperature": 0.5}, {}, "--tasks.mth", "there are math, chat, open_code, held_out"),
+        (
+            QUOTAS | {"held_out.quota": 1},
+            {},
+            "--tasks.held_out",
+            "there are math, chat, open_code",
+        ),
+        (
+            {"math.quota": 4, "chat.quota": 2},
+            {},
+            "--tasks.open_code.quota",
+            "1 prompt with the datasource open_code would never be sampled",
+        ),
+        (
+            {"math.reward": "http://own/reward", "chat.reward": "http://own/reward"},
+            {"reward.remote_url": None},
+            "--tasks.open_code.reward",
+            "1 prompt with the datasource open_code have no reward source",
+        ),
+    ],
+)
+def test_a_source_without_a_task_and_a_task_without_prompts_are_named(
+    model_folder, tmp_path, tasks, changes, flag, told
+):
+    with pytest.raises(UsageError) as refused_:
+        build_prompt_datasets(task_config(model_folder, tmp_path, tasks, **changes))
+    assert refused_.value.flag == flag and told in refused_.value.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, [4, 4, 2]),
+        ({"data.curriculum": "difficulty"}, [4, 4]),
+        ({"data.curriculum": "difficulty", "train.num_episodes": 2}, [4] * 5),
+        ({"tasks.a.quota": 4, "train.max_steps": 1}, [4]),
+        ({"tasks.a.quota": 12, "rollout.batch_size": 12}, [12]),
+    ],
+)
+def test_steps_with_quotas_or_a_curriculum_are_complete(changes, steps):
+    """A run of ten prompts."""
+    assert prompts_of_steps(with_values(PPOConfig(), {"rollout.batch_size": 4} | changes), 10) == steps
 
 
 def make_sampler(size=10, **options):

@@ -8,7 +8,7 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.observability.rollout_metrics import rollout_metrics
+from openrlhf.observability.rollout_metrics import rollout_metrics, source_metrics
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.word_problem import make_problems, worked_problem
 from openrlhf.tools.doctor.symptoms import RULES
@@ -24,6 +24,33 @@ def trajectory(
     return records.trajectory(
         reward, actions, **({"outcome": outcome, "versions": versions or [3] * count} | changes)
     )
+
+
+def test_each_of_several_sources_has_metrics_of_its_own():
+    samples = [
+        trajectory(0.0, (5, 6), source="math"),
+        trajectory(1.0, (5, 6, 7, 8), source="math", truncated=True),
+        trajectory(4.0, (5,), source="chat", prompt_id=1),
+        trajectory(None, source="chat", prompt_id=1),
+        trajectory(None, source="code", prompt_id=2),
+    ]
+    assert source_metrics(samples, version=3) == {
+        "rollout/math_num_samples": 2,
+        "rollout/math_failed_ratio": 0,
+        "rollout/math_reward_mean": 0.5,
+        "rollout/math_score_mean": 0.5,
+        "rollout/math_response_length_mean": 3,
+        "rollout/math_truncated_rate": 0.5,
+        "rollout/chat_num_samples": 2,
+        "rollout/chat_failed_ratio": 0.5,
+        "rollout/chat_reward_mean": 4,
+        "rollout/chat_score_mean": 4,
+        "rollout/chat_response_length_mean": 1,
+        "rollout/chat_truncated_rate": 0,
+        "rollout/code_num_samples": 1,
+        "rollout/code_failed_ratio": 1,
+    }
+    assert source_metrics(samples[:2], version=3) == {}
 
 
 def test_by_hand():

@@ -27,13 +27,14 @@ from openrlhf.config.ppo import (
 from openrlhf.config.sections import KEY_VARIABLE, LoraConfig, ScorerDeepSpeedConfig
 from openrlhf.rewards.function import NoReward
 from openrlhf.rollout import worker as workers
+from openrlhf.rollout.episodes import EpisodeRunner
 from openrlhf.rollout.executors import AgentSetting
 from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_on_other_engine
 from openrlhf.tasks.picture import make_pictures
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
 from openrlhf.text import image_placeholder_ids
-from openrlhf.types import Image, Prompt
+from openrlhf.types import Episode, Image, Prompt
 from openrlhf.user_file import UserFiles
 
 REWARDS = "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
@@ -123,12 +124,12 @@ def test_a_worker_starts_its_engine_and_runs_episodes_as_the_flags_say(model: Pa
         vllm=VllmConfig(num_engines=1),
     )
     worker = started(config, 0.25)
-    assert worker.engine.calls == [("start", 0.25)] and worker.reward.name == "RemoteReward"
+    assert worker.engine.calls == [("start", 0.25)] and worker.rewards[0].name == "RemoteReward"
     (engine, tokenizer, executor, stops), options = made["EpisodeRunner"]
     assert engine is worker.engine and stops == [tiny_tokenizer().eos_token_id]
     assert tokenizer("1 + 1")["input_ids"] == tiny_tokenizer()("1 + 1")["input_ids"]
     assert isinstance(executor, SingleTurnAgentExecutor)
-    assert executor.reward is worker.reward
+    assert executor.reward is worker.rewards[0]
     assert executor._prompt_ids.__wrapped__.keywords == {"is_chat": True}
     assert options == {
         "timeout": 11.0,
@@ -172,7 +173,7 @@ def test_the_last_retry_is_for_another_engine(model: Path, made: dict) -> None:
 )
 def test_other_rewards_make_the_executors_optional(model: Path, made: dict, changes: dict) -> None:
     worker = started(config_of(model, **changes))
-    assert isinstance(worker.reward, NoReward) and made["EpisodeRunner"][1]["reward_is_optional"]
+    assert isinstance(worker.rewards[0], NoReward) and made["EpisodeRunner"][1]["reward_is_optional"]
 
 
 def test_a_reward_function_is_called_as_the_flags_say(model: Path, made: dict, tmp_path: Path) -> None:
@@ -236,10 +237,39 @@ def test_an_agent_gives_the_rewards_and_gets_its_setting(
     )
     worker = started(config)
     ((reference, setting),) = asked
-    assert reference == f"{tmp_path}/agent.py" and isinstance(worker.reward, NoReward)
+    assert reference == f"{tmp_path}/agent.py" and isinstance(worker.rewards[0], NoReward)
     assert (setting.max_length, setting.max_turns, setting.step_timeout) == (96, 4, 8.0)
     assert setting.tokenizer is made["EpisodeRunner"][0][1]
     assert made["EpisodeRunner"][0][2] == "executor"
+
+
+def test_each_task_has_its_executor_and_temperature_and_all_share_the_count_of_work(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluation has the temperature of all. Two slots are for the episodes of all tasks together."""
+    monkeypatch.setattr(workers, "engine_class", lambda options: Engine)
+    tasks = {"math.reward": "http://math/reward", "math.temperature": 0.5, "chat.temperature": 0.25}
+    rollout = RolloutConfig(temperature=0.9, n_samples_per_prompt=2, max_concurrent_episodes=2)
+    worker = started(config_of(model, rollout=rollout, tasks=tasks))
+    seen: list[tuple[str, float, bool]] = []
+    done: list[int] = []
+
+    async def attempt(self: Any, prompt: Prompt, sample_index: int, sampling: Any, *more: Any) -> Episode:
+        is_own = self.executor.reward is worker.rewards[1] and self._slots is worker.runner._slots
+        seen.append((prompt.source, sampling.temperature, is_own))
+        return Episode(prompt=prompt, sample_index=sample_index, turns=[], reward=None)
+
+    monkeypatch.setattr(EpisodeRunner, "_attempt", attempt)
+    for i, (source, purpose) in enumerate(
+        [("math", "train"), ("chat", "train"), ("other", "train"), ("math", "eval")]
+    ):
+        prompt = Prompt(prompt_id=i, text="1 + 1", source=source)
+        done = asyncio.run(worker.run_group(prompt, purpose)).done.tolist()
+    assert dict.fromkeys(seen) == dict.fromkeys(
+        [("math", 0.5, True), ("chat", 0.25, False), ("other", 0.9, False), ("math", 0.6, True)]
+    )
+    assert done[:2] == [6, 4]  # three groups of two in training, one of four in evaluation
+    assert [next(reward._urls) for reward in worker.rewards] == ["http://host/reward", "http://math/reward"]
 
 
 # ---- what it is asked for

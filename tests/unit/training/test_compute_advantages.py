@@ -27,7 +27,7 @@ def trajectory(reward: float, num_actions: int, mask: list[bool] | None = None, 
 
 
 def assign(
-    trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, **algo
+    trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, tasks=None, **algo
 ) -> tuple[list[SimpleNamespace], Metrics]:
     """Returns the advantages and returns of each trajectory, and metrics. Every action has log-prob -1 and
     `log_ratio` to the reference."""
@@ -49,6 +49,7 @@ def assign(
         reward=reward or RewardConfig(),
         kl_coef=kl_coef,
         max_new_tokens=4,
+        tasks=tasks or {},
     )
     assert batch.advantages.dtype == batch.returns.dtype == np.float32
     columns = (records.by_sequence(batch, c) for c in (batch.advantages, batch.returns))
@@ -57,6 +58,38 @@ def assign(
 
 def advantages(credit):
     return [pytest.approx(c.advantages.tolist(), abs=1e-6) for c in credit]
+
+
+def test_each_task_has_its_estimator_penalty_and_kl():
+    """Two groups of rewards 0 and 2: math by Dr. GRPO with a KL coefficient 2, chat by GRPO, whose unbiased
+    standard deviation is sqrt(2), after a penalty of 1 for the answer of 4 tokens; each action has the KL
+    1/8. The run's coefficient is 1."""
+    samples = [
+        trajectory(0.0, 1, source="math"),
+        trajectory(2.0, 4, source="chat", prompt_id=1),
+        trajectory(2.0, 2, source="math"),
+        trajectory(2.0, 1, source="chat", prompt_id=1),
+    ]
+    credit, metrics = assign(
+        samples,
+        estimator="group_norm",
+        log_ratio=0.125,
+        kl_coef=1.0,
+        tasks={
+            "estimator": {"math": "dr_grpo"},
+            "kl_coef": {"math": 2.0},
+            "overlong_buffer_len": {"chat": 2},
+            "overlong_penalty_factor": {"chat": 1.0},
+        },
+    )
+    scaled = 0.5 / math.sqrt(0.5)  # rewards 1 and 2 after the penalty
+    assert credit[0].advantages == pytest.approx([-1 - 0.25], abs=1e-6)
+    assert credit[2].advantages == pytest.approx([1 - 0.5, 1 - 0.25], abs=1e-6)
+    assert credit[1].advantages == pytest.approx([-scaled - k / 8 for k in (4, 3, 2, 1)], abs=1e-6)
+    assert credit[3].advantages == pytest.approx([scaled - 1 / 8], abs=1e-6)
+    assert metrics["reward/mean"] == 1.25
+    plain, _ = assign(samples, estimator="group_norm", log_ratio=0.125, kl_coef=1.0)
+    assert plain[0].advantages == pytest.approx([-1 / math.sqrt(2) - 0.125], abs=1e-6)
 
 
 def test_reward_pipeline_in_order():
