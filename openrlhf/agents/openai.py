@@ -134,11 +134,12 @@ class Session:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables by which a program's clients of OpenAI and Anthropic find the session."""
+        token = {"ANTHROPIC_AUTH_TOKEN"} & os.environ.keys()  # the client would send it beside the key
         proxied = filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1"))
         return {
             **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url),
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
-            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"), self.api_key),
+            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", *token), self.api_key),
             **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(proxied)),
         }
 

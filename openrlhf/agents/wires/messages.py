@@ -22,6 +22,8 @@ BILLING = "x-anthropic-billing-header"
 would continue another."""
 TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+NO_THREADS = "thread_unsupported_request"
+"""Code of an error after which Anthropic's client sends the whole history itself."""
 UNPARSED = "unparsed"
 """Only key of the input of a call whose arguments are no JSON object; its value is their text."""
 
@@ -29,6 +31,8 @@ UNPARSED = "unparsed"
 def read(request: Object) -> dict:
     refuse(request, NOT_OFFERED)
     refuse(request.get("output_config") or {}, ("format",))
+    if request.get("thread"):
+        raise BadRequest("thread: the server stores nothing; send the whole conversation", NO_THREADS)
     system = _with_role("system", request.get("system") or "")
     settings = ("max_tokens", "temperature", "top_p", "top_k")
     return {
@@ -156,7 +160,8 @@ def error(status: int, message: str, code: str) -> dict:
     if code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # the words for which harnesses compact their history
     kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": message} | details}
 
 
 MESSAGES = Wire(read, write, events, lambda count: {"input_tokens": count}, error)

@@ -15,7 +15,6 @@ from wire_episodes import Agent, anthropic_client, play_sampled
 
 from openrlhf.agents.openai import Session
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import Trajectory
 
 SHOP = Path(__file__).parents[3] / "examples" / "python" / "mcp_shop.py"
 SCHEMA = {"type": "object", "properties": {"fruit": {"type": "string"}}}
@@ -62,14 +61,15 @@ async def by_responses(session: Session) -> None:
         given: dict[str, Any] = {"model": "m", "instructions": "Be brief.", "input": items}
         if number % 2:
             async with session.client.responses.stream(**given) as stream:
-                answer = await stream.get_final_response()
+                *_, last = [event async for event in stream]
+            answer = last.response  # completed, or incomplete
         else:
             answer = await session.client.responses.create(**given)
         items += [*answer.output, ask("And then?")]
 
 
 async def tools_by_messages(session: Session) -> None:
-    """Loops by the client's own runner, with the tools of a real MCP server, whose errors the policy reads."""
+    """Loops by the client's own runner, with the tools of a real MCP server; the policy reads its errors."""
     server = StdioServerParameters(command=sys.executable, args=[str(SHOP)])
     async with (
         stdio_client(server) as (reads, writes),
@@ -87,7 +87,7 @@ async def tools_by_messages(session: Session) -> None:
 
 
 async def tools_by_chat(session: Session) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "price", "parameters": SCHEMA}}]
+    tools: Any = [{"type": "function", "function": {"name": "price", "strict": True, "parameters": SCHEMA}}]
     messages: list[Any] = [ask("What does an apple cost?")]
     for _ in range(ROUNDS):
         chat = session.client.chat.completions
@@ -103,7 +103,8 @@ async def tools_by_responses(session: Session) -> None:
     items: list[Any] = [ask("What does an apple cost?")]
     for _ in range(ROUNDS):
         async with session.client.responses.stream(model="m", input=items, tools=tools) as stream:
-            (call,) = (await stream.get_final_response()).output
+            *_, last = [event async for event in stream]
+        (call,) = last.response.output
         items += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
 
 
@@ -119,24 +120,8 @@ AGENTS: dict[Agent, str | None] = {
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.__name__)
 def test_what_is_sampled_is_what_is_trained_on(agent: Agent, model: Path) -> None:
-    (found,) = played("transformers", model, agent)
+    (found,) = play_sampled("transformers", model, agent, parser=AGENTS[agent])
     assert len(found.turn_starts) == ROUNDS
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.usefixtures("cpu_engines")
-def test_vllm_samples_for_all_clients(model: Path) -> None:
-    async def everyone(session: Session) -> None:
-        for agent in (by_messages, by_chat, by_responses):
-            await agent(session)
-
-    found = play_sampled("vllm", model, everyone, samples=2)
-    assert sum(len(t.turn_starts) for t in found) == 2 * 3 * ROUNDS
-
-
-def played(name: str, model: Path, agent: Agent) -> list[Trajectory]:
-    return play_sampled(name, model, agent, parser=AGENTS[agent])
 
 
 def test_a_compacted_history_and_a_sub_agent_are_segments(model: Path) -> None:

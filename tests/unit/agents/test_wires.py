@@ -206,6 +206,7 @@ def test_arguments_that_are_no_object_come_back_as_they_were() -> None:
         ({"tools": OF_ANTHROPIC}, "tool_parser"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: required"),
         ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice: tool add"),
+        ({"extra_body": {"thread": {"type": "create"}}}, "thread: the server stores nothing"),
         ({"extra_body": {"mcp_servers": [{"name": "x"}]}}, "mcp_servers"),
         ({"extra_body": {"output_config": {"format": {"type": "json_schema"}}}}, "format: not supported"),
     ],
