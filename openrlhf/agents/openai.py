@@ -27,11 +27,11 @@ from aiohttp import web
 
 from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
-from openrlhf.agents.wires.base import BadRequest, Object, Wire, as_event, openai_error, refuse
+from openrlhf.agents.wires.base import BadRequest, Object, Wire, as_event, refuse
 from openrlhf.agents.wires.messages import MESSAGES
 from openrlhf.agents.wires.responses import RESPONSES
 from openrlhf.completions import Completion, SamplingParams
-from openrlhf.data.messages import decoded, join_text, with_arguments
+from openrlhf.data.messages import decoded, join_text, read_calls
 from openrlhf.errors import warn_once
 from openrlhf.text import decode, token_ids_within
 
@@ -156,15 +156,13 @@ class Session:
         """Returns the response of /v1/chat/completions in OpenAI's format, with the token ids of prompt and
         answers. Raises BadRequest."""
         messages, tools = _messages(request), request.get("tools") or None
-        calls_tools = request.get("tool_choice") != "none"
         if tools and self.tool_parser is None:
             raise BadRequest("tools: their calls need a parser, OpenAIAgentExecutor(tool_parser=...)")
         prompt_ids = self.build_prompt(messages, tools)
         params = self._params(request, len(prompt_ids))
         self._count_turn()
         answers = (await self.engine.generate(prompt_ids, params)).outputs
-        asked = partial(self._choice, messages, tools, prompt_ids, params, calls_tools)
-        choices = [asked(answer) for answer in answers]
+        choices = [self._choice(messages, tools, prompt_ids, params, answer) for answer in answers]
         if request.get("logprobs"):
             for choice, answer in zip(choices, answers, strict=True):
                 choice["logprobs"] = {"content": self._log_probs(answer, request.get("top_logprobs") or 0)}
@@ -236,13 +234,12 @@ class Session:
         tools: Any,
         prompt_ids: list[int],
         params: SamplingParams,
-        calls_tools: bool,
         answer: Completion,
     ) -> dict:
         token_ids = list(answer.token_ids)
         end = self._end_of(token_ids, params)
         text = decode(self.tokenizer, token_ids, after=prompt_ids).removesuffix(end)
-        calls = self._tool_calls(text, tools) if tools and calls_tools else None
+        calls = self._tool_calls(text, tools) if tools else None
         ended_by = next((stop for stop in params.stop or () if stop in text), None)
         for stop in params.stop or ():
             text = text.partition(stop)[0]
@@ -296,19 +293,16 @@ class Branch:
 
 def _same(known: Message, given: Message) -> bool:
     """Compares a recorded message with one sent back by an agent, ignoring what clients change without a
-    change of meaning: empty fields, text as a list of parts, the JSON of arguments."""
+    change of meaning: empty fields, text as parts, blank text, ids and JSON of calls."""
     return _plain(known) == _plain(given)
 
 
 def _plain(message: Message) -> Message:
-    plain = {k: v for k, v in message.items() if v not in (None, "", [])}
-    if (text := join_text(plain.get("content"))) is not None:
-        plain["content"] = text
-        if not text.strip():  # clients leave such a text out
-            del plain["content"]
-    if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [with_arguments(call, decoded) for call in calls]
-    return plain
+    text = join_text(message.get("content"))
+    content = message.get("content") if text is None else text.strip() and text
+    calls = [(call.get("name"), decoded(call.get("arguments"))) for call in read_calls(message)]
+    plain = message | {"content": content, "tool_calls": calls, "function_call": None}
+    return {k: v for k, v in plain.items() if v not in (None, "", [])}
 
 
 class SessionExecutor(AgentExecutorBase, ABC):
@@ -341,7 +335,6 @@ class SessionExecutor(AgentExecutorBase, ABC):
 
 
 NOT_OFFERED = ("response_format", "logit_bias", "functions", "audio", "prediction")
-TOOL_CHOICES = ("auto", "none")
 
 
 def _messages(request: Mapping[str, Any]) -> list[Message]:
@@ -349,9 +342,8 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list with at least one message is needed")
     refuse(request, NOT_OFFERED)
-    if (choice := request.get("tool_choice") or "auto") not in TOOL_CHOICES:
-        text = f"tool_choice: {choice}: the policy decides whether it calls a tool; there are auto and none"
-        raise BadRequest(text)
+    if (choice := request.get("tool_choice") or "auto") != "auto":
+        raise BadRequest(f"tool_choice: {choice}: the policy decides whether it calls a tool; leave it out")
     if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
         raise BadRequest("messages: the last one is an answer, which is not continued; end with a question")
     return messages
@@ -389,9 +381,7 @@ class Server:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         for path, wire in WIRES.items():
-            app.router.add_post(path, partial(self._answer, wire))
-        for path, wire in COUNTS.items():
-            app.router.add_post(path, partial(self._count, wire))
+            app.router.add_post(path, partial(self._count if path in COUNTS else self._answer, wire))
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         _allow_many_files()
@@ -422,7 +412,7 @@ class Server:
         body = await _body(request)
         asked = _read(wire, body)
         tokens = self._session(request, body).build_prompt(_messages(asked), asked.get("tools") or None)
-        return web.json_response(wire.count(len(tokens)))
+        return web.json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def _answer(self, wire: Wire, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
@@ -492,22 +482,15 @@ def _events(request: Object, answer: dict) -> Iterator[dict]:
     return _chunks(answer, bool((request.get("stream_options") or {}).get("include_usage")))
 
 
-CHAT = Wire(
-    read=dict,
-    write=lambda request, answer: answer,
-    events=_events,
-    count=lambda count: {"count": count},
-    error=openai_error,
-    last_event="data: [DONE]\n\n",
-)
-WIRES = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES}
+CHAT = Wire(dict, lambda request, answer: answer, _events, last_event="data: [DONE]\n\n")
 COUNTS = {"/v1/messages/count_tokens": MESSAGES, "/v1/responses/input_tokens": RESPONSES}
+WIRES = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES} | COUNTS
 
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Returns exceptions as error responses in the format of the request's API, which its client raises."""
-    wire = (WIRES | COUNTS).get(request.path, CHAT)
+    wire = WIRES.get(request.path, CHAT)
     refused = lambda status, text, code: web.json_response(wire.error(status, text, code), status=status)
     try:
         return await handler(request)

@@ -124,15 +124,15 @@ def _fitted(message: Message, form: Reads) -> Message:
     as_text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     fitted, change = {**message, "content": content}, decoded if form.objects else as_text
     if calls := message.get("tool_calls"):
-        fitted["tool_calls"] = [with_arguments(call, change) for call in calls]
+        fitted["tool_calls"] = [_with_arguments(call, change) for call in calls]
     if call := message.get("function_call"):
-        fitted["function_call"] = with_arguments(call, change)
+        fitted["function_call"] = _with_arguments(call, change)
     return fitted
 
 
-def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
+def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
     """Returns the call with changed arguments, which are its own or those of its `function`."""
     if not isinstance(call, dict):
         return call
-    changes = {"function": lambda inner: with_arguments(inner, change), "arguments": change}
+    changes = {"function": lambda inner: _with_arguments(inner, change), "arguments": change}
     return {key: changes[key](value) if key in changes else value for key, value in call.items()}

@@ -18,6 +18,10 @@ class BadRequest(Exception):
         self.code = code
 
 
+def openai_error(status: int, message: str, code: str) -> dict:
+    return {"error": {"message": message, "type": code, "code": code, "param": None}}
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """One API, as a translation to and from chat completions."""
@@ -27,14 +31,10 @@ class Wire:
     write: Callable[[Object, dict], dict]
     """Translates (request, answer of chat completions) to the response."""
     events: Callable[[Object, dict], Iterator[dict]]
-    """Yields (request, response) as the events of a stream. Engines return answers as a whole, so each part
-    is one event."""
-    count: Callable[[int], dict]
-    """Translates the number of tokens that the policy would read."""
-    error: Callable[[int, str, str], dict]
+    """Yields (request, response) as a stream. Engines return answers as a whole: each part is one event."""
+    error: Callable[[int, str, str], dict] = openai_error
     """Translates (HTTP status, message, code)."""
     last_event: str = ""
-    """Data that ends a stream."""
 
 
 def as_event(data: Object) -> bytes:
@@ -43,31 +43,34 @@ def as_event(data: Object) -> bytes:
     return f"{name}data: {json.dumps(data)}\n\n".encode()
 
 
-def openai_error(status: int, message: str, code: str) -> dict:
-    return {"error": {"message": message, "type": code, "code": code, "param": None}}
-
-
-def refuse(request: Object, names: Sequence[str]) -> None:
+def refuse(request: Object, names: Sequence[str], why: str = "not supported") -> None:
     """Raises BadRequest for fields that are set, but not supported."""
     if others := [name for name in names if request.get(name)]:
-        raise BadRequest(f"{', '.join(others)}: not supported")
+        raise BadRequest(f"{', '.join(others)}: {why}")
 
 
-def read_content(value: Any, part: Callable[[Object], dict]) -> Any:
-    """Returns a content in the form of chat completions: text, or a list of parts if not all are text.
-    `part`: translates one part."""
+def read_content(value: Any) -> Any:
+    """Returns a content as in chat completions: text, or a list of parts if not all are text."""
     if value is None or isinstance(value, str):
         return value or ""
-    parts = [part(each) for each in value]
+    parts = [_read_part(part) for part in value]
     text = join_text(parts)
     return parts if text is None else text
 
 
-def text_part(text: str) -> dict:
-    return {"type": "text", "text": text}
-
-
-def image_part(url: str) -> dict:
+def _read_part(part: Object) -> dict:
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
+            url = f"data:{kind};base64,{data}"
+        case {"type": "image", "source": {"type": "url", "url": url}} | {
+            "type": "input_image",
+            "image_url": str(url),
+        }:
+            pass
+        case _:
+            raise BadRequest(f"content of type {part.get('type')!r}: not supported in this form")
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -75,6 +78,10 @@ def read_call(call_id: str, name: str, arguments: str) -> dict:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_tool(name: str, description: str | None, parameters: Any) -> dict:
-    known = {"name": name, "description": description, "parameters": parameters}
+def read_tool(tool: Object, schema: str) -> dict:
+    """Returns a tool whose parameters have the key `schema`. Raises BadRequest for one that the API's own
+    models know."""
+    if schema not in tool:
+        raise BadRequest(f"tools: {tool.get('type')}: not supported; offer it as a function with {schema}")
+    known = {"name": tool["name"], "description": tool.get("description"), "parameters": tool[schema]}
     return {"type": "function", "function": {k: v for k, v in known.items() if v is not None}}

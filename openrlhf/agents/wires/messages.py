@@ -1,125 +1,81 @@
-"""Anthropic's API: /v1/messages and /v1/messages/count_tokens."""
+"""Anthropic's API /v1/messages."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from openrlhf.agents.wires.base import (
-    BadRequest,
-    Object,
-    Wire,
-    image_part,
-    read_call,
-    read_content,
-    read_tool,
-    refuse,
-    text_part,
-)
+from openrlhf.agents.wires.base import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
 
-NOT_OFFERED = ("mcp_servers", "container", "output_format")
 BILLING = "x-anthropic-billing-header"
 """Start of a text that Claude Code puts into its system prompt. It changes with every request, so that none
 would continue another."""
-TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 NO_THREADS = "thread_unsupported_request"
 """Code of an error after which Anthropic's client sends the whole history itself."""
 UNPARSED = "unparsed"
 """Only key of the input of a call whose arguments are no JSON object; its value is their text."""
+TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def read(request: Object) -> dict:
-    refuse(request, NOT_OFFERED)
+    refuse(request, ("mcp_servers", "container", "output_format"))
     refuse(request.get("output_config") or {}, ("format",))
     if request.get("thread"):
         raise BadRequest("thread: the server stores nothing; send the whole conversation", NO_THREADS)
-    system = _with_role("system", request.get("system") or "")
-    settings = ("max_tokens", "temperature", "top_p", "top_k")
+    choice, system = request.get("tool_choice") or {"type": "auto"}, _read("system", request.get("system"))
     return {
         "messages": [*system, *(m for each in request["messages"] for m in _read_message(each))],
-        "tools": [_read_tool(tool) for tool in request.get("tools") or ()],
-        "tool_choice": _read_choice(request.get("tool_choice") or {"type": "auto"}),
+        "tools": [read_tool(tool, "input_schema") for tool in request.get("tools") or ()],
+        "tool_choice": TOOL_CHOICES.get(choice["type"]) or f"{choice['type']} {choice.get('name')}",
         "stop": request.get("stop_sequences"),
-    } | {name: request.get(name) for name in settings}
+    } | {name: request.get(name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
 
 
-def _with_role(role: str, content: Any) -> Iterator[dict]:
+def _read(role: str, content: Any) -> Iterator[dict]:
     """Yields a message, unless it is a system prompt without text."""
-    if role == "system" and not isinstance(content, str):
+    if role == "system" and isinstance(content, list):
         content = [block for block in content if not block.get("text", "").startswith(BILLING)]
-    if (read := read_content(content, _part)) or role != "system":
+    if (read := read_content(content)) or role != "system":
         yield {"role": role, "content": read}
 
 
 def _read_message(message: Object) -> Iterator[dict]:
     """Yields the results of tools as messages, and the rest of the message after them."""
     role, content = message["role"], message["content"]
-    if isinstance(content, str):
-        yield from _with_role(role, content)
-        return
-    results = [block for block in content if block["type"] == "tool_result"]
-    calls = [block for block in content if block["type"] == "tool_use"]
-    rest = [block for block in content if block["type"] not in ("tool_result", "tool_use")]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    of_type = lambda name: [block for block in blocks if block["type"] == name]
+    results, calls = of_type("tool_result"), of_type("tool_use")
     for result in results:
-        read = read_content(result.get("content"), _part)
-        yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": read}
+        said = read_content(result.get("content"))
+        yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": said}
+    rest = [block for block in blocks if block["type"] not in ("tool_result", "tool_use")]
     if calls:
-        content = read_content(rest, _part)
-        yield {"role": role, "content": content, "tool_calls": [_read_call(call) for call in calls]}
+        asked = [read_call(call["id"], call["name"], _read_input(call["input"])) for call in calls]
+        yield {"role": role, "content": read_content(rest), "tool_calls": asked}
     elif rest or not results:
-        yield from _with_role(role, rest)
+        yield from _read(role, rest)
 
 
-def _part(block: Object) -> dict:
-    match block:
-        case {"type": "text", "text": str(text)}:
-            return text_part(text)
-        case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
-            return image_part(f"data:{kind};base64,{data}")
-        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
-            return image_part(url)
-    raise BadRequest(f"a block of type {block.get('type')!r}: not supported, nor are other forms of images")
-
-
-def _read_call(block: Object) -> dict:
-    match block["input"]:
-        case {"unparsed": str(text), **rest} if not rest:
-            return read_call(block["id"], block["name"], text)
-    return read_call(block["id"], block["name"], json.dumps(block["input"], ensure_ascii=False))
-
-
-def _read_tool(tool: Object) -> dict:
-    if "input_schema" not in tool:
-        text = "this tool's schema is known to Anthropic's models alone; offer it with an input_schema"
-        raise BadRequest(f"tools: {tool.get('type')}: {text}")
-    return read_tool(tool["name"], tool.get("description"), tool["input_schema"])
-
-
-def _read_choice(choice: Object) -> str:
-    return TOOL_CHOICES.get(choice["type"]) or f"{choice['type']} {choice.get('name')}"
+def _read_input(given: dict) -> str:
+    return given[UNPARSED] if given.keys() == {UNPARSED} else json.dumps(given, ensure_ascii=False)
 
 
 def write(request: Object, answer: dict) -> dict:
     choice, usage = answer["choices"][0], answer["usage"]
-    message, ended_by = choice["message"], choice["stop_reason"]
-    content = [text_part(text)] if (text := message["content"]) else []
-    content += [_write_call(call) for call in message.get("tool_calls") or ()]
-    reason = STOP_REASONS.get(choice["finish_reason"], choice["finish_reason"])
-    by_sequence = reason == "end_turn" and ended_by is not None
+    text, calls = choice["message"]["content"], choice["message"].get("tool_calls") or ()
+    reason, ended_by = STOP_REASONS.get(choice["finish_reason"], choice["finish_reason"]), None
+    if reason == "end_turn" and (ended_by := choice["stop_reason"]) is not None:
+        reason = "stop_sequence"
     return {
         "id": f"msg_{answer['id']}",
         "type": "message",
         "role": "assistant",
         "model": answer["model"],
-        "content": content,
-        "stop_reason": "stop_sequence" if by_sequence else reason,
-        "stop_sequence": ended_by if by_sequence else None,
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": usage["completion_tokens"],
-        },
+        "content": [{"type": "text", "text": text}] * bool(text) + [_write_call(call) for call in calls],
+        "stop_reason": reason,
+        "stop_sequence": ended_by,
+        "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
         "prompt_token_ids": answer["prompt_token_ids"],
         "token_ids": choice["token_ids"],
     }
@@ -136,24 +92,20 @@ def _write_call(call: Object) -> dict:
 
 
 def events(request: Object, response: dict) -> Iterator[dict]:
-    usage = response["usage"]
-    begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
+    usage, ending = response["usage"], ("stop_reason", "stop_sequence")
+    begun = dict.fromkeys(ending) | {"content": [], "usage": usage | {"output_tokens": 0}}
     yield {"type": "message_start", "message": response | begun}
     for index, block in enumerate(response["content"]):
         if block["type"] == "text":
-            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
             written = json.dumps(block["input"], ensure_ascii=False)
-            empty, delta = block | {"input": {}}, {"type": "input_json_delta", "partial_json": written}
-        yield {"type": "content_block_start", "index": index, "content_block": empty}
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": written}
+        yield {"type": "content_block_start", "index": index, "content_block": block | empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    ending = {name: response[name] for name in ("stop_reason", "stop_sequence")}
-    yield {"type": "message_delta", "delta": ending, "usage": usage}
+    yield {"type": "message_delta", "delta": {name: response[name] for name in ending}, "usage": usage}
     yield {"type": "message_stop"}
-
-
-ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def error(status: int, message: str, code: str) -> dict:
@@ -164,4 +116,4 @@ def error(status: int, message: str, code: str) -> dict:
     return {"type": "error", "error": {"type": kind, "message": message} | details}
 
 
-MESSAGES = Wire(read, write, events, lambda count: {"input_tokens": count}, error)
+MESSAGES = Wire(read, write, events, error)
