@@ -57,7 +57,7 @@ def _read_message(message: Object) -> Iterator[dict]:
         yield from _read(role, rest)
 
 
-def _read_input(given: dict) -> str:
+def _read_input(given: Any) -> str:
     return given[UNPARSED] if given.keys() == {UNPARSED} else json.dumps(given, ensure_ascii=False)
 
 

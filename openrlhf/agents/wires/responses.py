@@ -1,10 +1,12 @@
 """OpenAI's API /v1/responses, without responses that the server stores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from openrlhf.agents.wires.base import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
 
 STORED = ("previous_response_id", "conversation", "prompt", "background")
+ENCRYPTED = "reasoning.encrypted_content"
+"""The one member of `include` that changes nothing in a response without reasoning items."""
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p")
 """Fields of a request that its response repeats."""
 COUNTED = {"input": "prompt", "output": "completion", "total": "total"}
@@ -15,12 +17,11 @@ STATUSES = {"stop": "completed", "tool_calls": "completed", "length": "incomplet
 def read(request: Object) -> dict:
     refuse(request, ("max_tool_calls", "top_logprobs"))
     refuse(request, STORED, "the server stores nothing; send the conversation as input")
-    plain = {
-        "text.format": ((request.get("text") or {}).get("format", {}).get("type", "text"), "text"),
-        "truncation": (request.get("truncation") or "disabled", "disabled"),
-        **{f"include {name}": (name, "reasoning.encrypted_content") for name in request.get("include") or ()},
-    }
-    refuse({name: asked != offered and f"{asked}" for name, (asked, offered) in plain.items()}, list(plain))
+    form = (request.get("text") or {}).get("format", {}).get("type", "text")
+    cut = request.get("truncation") or "disabled"
+    asked = {f"text.format {form}": form != "text", f"truncation {cut}": cut != "disabled"}
+    asked |= {f"include {name}": name != ENCRYPTED for name in request.get("include") or ()}
+    refuse(asked, list(asked))
     given = request["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return {
@@ -31,7 +32,7 @@ def read(request: Object) -> dict:
     } | {name: request.get(name) for name in ("temperature", "top_p")}
 
 
-def _read_items(instructions: str | None, items: list[Object]) -> list[dict]:
+def _read_items(instructions: str | None, items: Sequence[Object]) -> list[dict]:
     """Returns the messages. Calls belong to the answer in front of them."""
     messages: list[dict] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:

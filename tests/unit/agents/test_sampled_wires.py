@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(text: str) -> dict:
+def ask(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
@@ -93,7 +93,7 @@ async def tools_by_chat(session: Session) -> None:
         chat = session.client.chat.completions
         async with chat.stream(model="m", messages=messages, tools=tools) as stream:
             message = (await stream.get_final_completion()).choices[0].message
-        (call,) = message.tool_calls
+        (call,) = message.tool_calls or ()
         told = {"role": "tool", "tool_call_id": call.id, "content": "2"}
         messages += [message.to_dict(), told]
 

@@ -17,16 +17,20 @@ from openrlhf.agents.wires.messages import BILLING, MESSAGES
 from openrlhf.agents.wires.responses import RESPONSES
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-OF_ANTHROPIC = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
-OF_OPENAI = [{"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}]
+OF_ANTHROPIC: Any = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
+OF_OPENAI: Any = [{"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}]
 
 
-def ask(text: str) -> dict:
-    return {"role": "user", "content": text}
+def ask(content: Any) -> Any:
+    return {"role": "user", "content": content}
 
 
 def text_of(t: Any) -> str:
     return str(TOKENIZER.decode(t.token_ids))
+
+
+def _kind(error: Any) -> str:
+    return error.body["error"]["type"]
 
 
 # Anthropic
@@ -37,7 +41,7 @@ def test_messages_are_one_stream_with_their_tools() -> None:
 
     async def agent(session: Session) -> None:
         async with anthropic_client(session) as client:
-            given = {"model": "m", "max_tokens": 99, "system": "Add.", "tools": OF_ANTHROPIC}
+            given: Any = {"model": "m", "max_tokens": 99, "system": "Add.", "tools": OF_ANTHROPIC}
             counted = await client.messages.count_tokens(
                 model="m", messages=[ask("1+1")], system="Add.", tools=OF_ANTHROPIC
             )
@@ -52,7 +56,7 @@ def test_messages_are_one_stream_with_their_tools() -> None:
             blocks = [text.model_dump(), used.model_dump() | {"input": {"a": 1}}]
             result = {"type": "tool_result", "tool_use_id": used.id, "is_error": False, "content": "2"}
             more = [result | {"cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "On."}]
-            messages = [
+            messages: Any = [
                 ask("1+1"),
                 {"role": "assistant", "content": blocks},
                 {"role": "user", "content": more},
@@ -72,7 +76,7 @@ def test_streamed_messages() -> None:
 
     async def agent(session: Session) -> None:
         async with anthropic_client(session) as client:
-            given = {"model": "m", "max_tokens": 9, "messages": [ask("?")], "tools": OF_ANTHROPIC}
+            given: Any = {"model": "m", "max_tokens": 9, "messages": [ask("?")], "tools": OF_ANTHROPIC}
             whole = await client.messages.create(**given)
             async with client.messages.stream(**given) as stream:
                 kinds.extend([event.type async for event in stream])
@@ -97,7 +101,7 @@ def test_streamed_messages() -> None:
         ("3!4", {"stop_sequences": ["?", "!"]}, "stop_sequence", "!"),
     ],
 )
-def test_reasons_of_stops(answer: str, options: dict, reason: str, sequence: str | None) -> None:
+def test_reasons_of_stops(answer: str, options: Any, reason: str, sequence: str | None) -> None:
     async def agent(session: Session) -> None:
         async with anthropic_client(session) as client:
             found = await client.messages.create(model="m", max_tokens=9, messages=[ask("?")], **options)
@@ -217,10 +221,10 @@ def test_messages_that_cannot_be_answered(options: dict, text: str) -> None:
             given: Any = {"model": "m", "max_tokens": 9, "messages": [ask("?")]} | options
             with pytest.raises(anthropic.BadRequestError, match=text) as refused:
                 await client.messages.create(**given)
-            assert refused.value.body["error"]["type"] == "invalid_request_error"
+            assert _kind(refused.value) == "invalid_request_error"
             with pytest.raises(anthropic.AuthenticationError) as refused:
                 await client.with_options(api_key="other").messages.create(**given)
-            assert refused.value.body["error"]["type"] == "authentication_error"
+            assert _kind(refused.value) == "authentication_error"
             await client.messages.create(model="m", max_tokens=9, messages=[ask("?")])
 
     play_by_hand(agent, f"3{END}")
@@ -229,7 +233,8 @@ def test_messages_that_cannot_be_answered(options: dict, text: str) -> None:
 def test_settings_that_change_nothing_are_passed_over() -> None:
     async def agent(session: Session) -> None:
         async with anthropic_client(session) as client:
-            found = await client.beta.messages.create(
+            create: Any = client.beta.messages.create
+            found = await create(
                 model="m",
                 max_tokens=9,
                 messages=[ask("?")],
@@ -262,7 +267,7 @@ def test_settings_that_change_nothing_are_passed_over() -> None:
 
 def test_responses_are_one_stream_with_their_tools() -> None:
     async def agent(session: Session) -> None:
-        given = {"model": "m", "instructions": "Add.", "tools": OF_OPENAI}
+        given: Any = {"model": "m", "instructions": "Add.", "tools": OF_OPENAI}
         items: list[Any] = [ask("1+1")]
         count = await session.client.responses.input_tokens.count(input=items, **given)
         first = await session.client.responses.create(input=items, **given)
@@ -386,8 +391,8 @@ def test_what_clients_change_without_a_change_of_meaning_continues(wire: str) ->
                 await client.messages.create(model="m", max_tokens=9, messages=[asked, back, ask("!")])
         else:
             await openais.responses.create(model="m", input="?")
-            asked = {"type": "message", **ask([{"type": "input_text", "text": "?"}])}
-            back = {"role": "assistant", "content": "3"}
+            asked: Any = {"type": "message", **ask([{"type": "input_text", "text": "?"}])}
+            back: Any = {"role": "assistant", "content": "3"}
             await openais.responses.create(model="m", input=[asked, back, ask("!")])
 
     (t,), heard = play_by_hand(agent, f"3{END}", f"2{END}")
@@ -412,7 +417,7 @@ def test_a_header_that_changes_with_each_request_is_no_part_of_the_prompt() -> N
         async with anthropic_client(session) as client:
             for number in range(2):
                 header = {"type": "text", "text": f"{BILLING}: cch={number};"}
-                system = [header, {"type": "text", "text": "Help."}]
+                system: Any = [header, {"type": "text", "text": "Help."}]
                 found = await client.messages.create(
                     model="m", max_tokens=9, system=system, messages=messages
                 )
