@@ -92,8 +92,8 @@ async def tools_by_chat(session: Session) -> None:
     for _ in range(ROUNDS):
         chat = session.client.chat.completions
         async with chat.stream(model="m", messages=messages, tools=tools) as stream:
-            message = (await stream.get_final_completion()).choices[0].message
-        (call,) = message.tool_calls or ()
+            message: Any = (await stream.get_final_completion()).choices[0].message
+        (call,) = message.tool_calls
         told = {"role": "tool", "tool_call_id": call.id, "content": "2"}
         messages += [message.to_dict(), told]
 
