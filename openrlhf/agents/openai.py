@@ -135,7 +135,7 @@ class Session:
     def environment(self) -> dict[str, str]:
         """Environment variables by which a program's clients of OpenAI and Anthropic find the session."""
         token = {"ANTHROPIC_AUTH_TOKEN"} & os.environ.keys()  # the client would send it beside the key
-        proxied = filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1"))
+        proxied = filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"))
         return {
             **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url),
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
@@ -342,7 +342,7 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list with at least one message is needed")
     refuse(request, NOT_OFFERED)
-    if (choice := request.get("tool_choice") or "auto") != "auto":
+    if request.get("tools") and (choice := request.get("tool_choice") or "auto") != "auto":
         raise BadRequest(f"tool_choice: {choice}: the policy decides whether it calls a tool; leave it out")
     if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
         raise BadRequest("messages: the last one is an answer, which is not continued; end with a question")

@@ -208,8 +208,8 @@ def test_arguments_that_are_no_object_come_back_as_they_were() -> None:
         ({"messages": [{"role": "user"}]}, "form of this API: .*KeyError"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
         ({"tools": OF_ANTHROPIC}, "tool_parser"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: required"),
-        ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice: tool add"),
+        ({"tools": OF_ANTHROPIC, "tool_choice": {"type": "any"}}, "tool_choice: required"),
+        ({"tools": OF_ANTHROPIC, "tool_choice": {"type": "tool", "name": "add"}}, "tool_choice: tool add"),
         ({"extra_body": {"thread": {"type": "create"}}}, "thread: the server stores nothing"),
         ({"extra_body": {"mcp_servers": [{"name": "x"}]}}, "mcp_servers"),
         ({"extra_body": {"output_config": {"format": {"type": "json_schema"}}}}, "format: not supported"),
@@ -476,3 +476,20 @@ def test_segments_have_one_place_in_their_group() -> None:
         [(0, 0, 0.0), (1, 0, 1.0), (1, 1, 1.0)],
         [(0, 0, 1.0), (0, 1, 1.0), (1, 0, 0.0)],
     )
+
+
+def test_a_program_finds_the_session_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the user's own would be sent beside the key; a proxy would not reach this machine."""
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "intranet")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "own")
+
+    async def agent(session: Session) -> None:
+        found = session.environment
+        assert found["OPENAI_BASE_URL"] == found["OPENAI_API_BASE"] == f"{found['ANTHROPIC_BASE_URL']}/v1"
+        keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+        assert {found[name] for name in keys} == {session.api_key}
+        assert found["NO_PROXY"] == found["no_proxy"] == "intranet,127.0.0.1"
+        await session.client.responses.create(model="m", input="?")
+
+    play_by_hand(agent, f"3{END}")
