@@ -1,4 +1,4 @@
-"""Agents written against the `openai` client: the policy answers over HTTP, in one token stream per
+"""Agents that reach the policy over HTTP, by the `openai` client or any other program: one token stream per
 conversation.
 
     class AgentExecutor(OpenAIAgentExecutor):
@@ -11,8 +11,8 @@ conversation.
 
 import asyncio
 import copy
-import json
 import logging
+import os
 import resource
 import secrets
 import time
@@ -27,7 +27,11 @@ from aiohttp import web
 
 from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
+from openrlhf.agents.wires.base import BadRequest, Object, Wire, as_event, refuse
+from openrlhf.agents.wires.messages import MESSAGES
+from openrlhf.agents.wires.responses import RESPONSES
 from openrlhf.completions import Completion, SamplingParams
+from openrlhf.data.messages import decoded, join_text, read_calls
 from openrlhf.errors import warn_once
 from openrlhf.text import decode, token_ids_within
 
@@ -61,9 +65,9 @@ def _library():
 
 
 class OpenAIAgentExecutor(AgentExecutorBase, ABC):
-    """Runs an agent for each episode and serves its requests on 127.0.0.1, by one OpenAI-compatible server
-    per engine process. Every request is recorded. A continued conversation keeps its sampled tokens; a
-    rewritten one begins a new sequence, which shares the reward."""
+    """Runs an agent for each episode and serves its requests on 127.0.0.1, by one server per engine process,
+    with the APIs of OpenAI and Anthropic. Every request is recorded. A continued conversation keeps its
+    sampled tokens; a rewritten one begins a new sequence, which shares the reward."""
 
     writes_messages = True
 
@@ -104,14 +108,6 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         return result if isinstance(result, dict) else {"reward": result}
 
 
-class BadRequest(Exception):
-    """Raised for a request that cannot be served; the client receives status 400."""
-
-    def __init__(self, message: str, code: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class Session:
     """One episode's view of the server. A client in any process or language needs only `base_url` and
     `api_key`; the key identifies the episode of a request."""
@@ -134,6 +130,18 @@ class Session:
         self.stream = ChatStream(tokenizer)
         self.num_turns = 0
         self.branches: list[Branch] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables by which a program's clients of OpenAI and Anthropic find the session."""
+        token = {"ANTHROPIC_AUTH_TOKEN"} & os.environ.keys()  # the client would send it beside the key
+        proxied = filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"))
+        return {
+            **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url),
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", *token), self.api_key),
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(proxied)),
+        }
 
     @cached_property
     def client(self) -> "AsyncOpenAI":
@@ -210,8 +218,8 @@ class Session:
         if other := [k for k in SAMPLING_FIELDS if request.get(k) not in (None, getattr(params, k))]:
             ignored = f"{', '.join(other)}, which is ignored: the run's flags apply"
             warn_once(logger, f"an agent's requests set {ignored}")
-        asked = request.get("max_completion_tokens") or request.get("max_tokens") or params.max_tokens
-        params.max_tokens = min(room, asked or room)
+        asked = request.get("max_completion_tokens") or request.get("max_tokens")
+        params.max_tokens = min(room, asked or room, params.max_tokens or room)
         params.n = request.get("n") or 1
         if stop := request.get("stop"):
             params.stop = [stop] if isinstance(stop, str) else list(stop)
@@ -232,12 +240,14 @@ class Session:
         end = self._end_of(token_ids, params)
         text = decode(self.tokenizer, token_ids, after=prompt_ids).removesuffix(end)
         calls = self._tool_calls(text, tools) if tools else None
+        ended_by = next((stop for stop in params.stop or () if stop in text), None)
         for stop in params.stop or ():
             text = text.partition(stop)[0]
         message = calls or {"role": "assistant", "content": text}
         self.branches.append(Branch([*messages, message], tools, [*prompt_ids, *token_ids], end))
         reason = "tool_calls" if calls else answer.finish_reason
-        return {"index": answer.index, "message": message, "finish_reason": reason, "token_ids": token_ids}
+        known = {"index": answer.index, "message": message, "finish_reason": reason}
+        return known | {"stop_reason": ended_by, "token_ids": token_ids}
 
     def _end_of(self, token_ids: Sequence[int], params: SamplingParams) -> str:
         """Returns the end-of-turn token of an answer as text; "" for a truncated answer."""
@@ -282,10 +292,17 @@ class Branch:
 
 
 def _same(known: Message, given: Message) -> bool:
-    """Compares a recorded message with one sent back by an agent, ignoring empty fields, which clients
-    add."""
-    plain = lambda message: {k: v for k, v in message.items() if v not in (None, "", [])}
-    return json.dumps(plain(known), sort_keys=True) == json.dumps(plain(given), sort_keys=True)
+    """Compares a recorded message with one sent back by an agent, ignoring what clients change without a
+    change of meaning: empty fields, text as parts, blank text, ids and JSON of calls."""
+    return _plain(known) == _plain(given)
+
+
+def _plain(message: Message) -> Message:
+    text = join_text(message.get("content"))
+    content = message.get("content") if text is None else text.strip() and text
+    calls = [(call.get("name"), decoded(call.get("arguments"))) for call in read_calls(message)]
+    plain = message | {"content": content, "tool_calls": calls, "function_call": None}
+    return {k: v for k, v in plain.items() if v not in (None, "", [])}
 
 
 class SessionExecutor(AgentExecutorBase, ABC):
@@ -324,8 +341,9 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list with at least one message is needed")
-    if others := [name for name in NOT_OFFERED if request.get(name)]:
-        raise BadRequest(f"{', '.join(others)}: not supported")
+    refuse(request, NOT_OFFERED)
+    if request.get("tools") and (choice := request.get("tool_choice") or "auto") != "auto":
+        raise BadRequest(f"tool_choice: {choice}: the policy decides whether it calls a tool; leave it out")
     if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
         raise BadRequest("messages: the last one is an answer, which is not continued; end with a question")
     return messages
@@ -362,7 +380,8 @@ class Server:
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for path, wire in WIRES.items():
+            app.router.add_post(path, partial(self._count if path in COUNTS else self._answer, wire))
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         _allow_many_files()
@@ -372,7 +391,8 @@ class Server:
 
     def _session(self, request: web.Request, body: Mapping[str, Any] | None = None) -> Session:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = (body or {}).get("session_key", bearer)  # set by a client that several episodes share
+        sent = request.headers.get("X-Api-Key", bearer)
+        key = (body or {}).get("session_key", sent)  # set by a client that several episodes share
         if (session := self.sessions.get(key)) is None:
             raise web.HTTPUnauthorized(text="no episode has this key; use session.api_key of run_agent")
         return session
@@ -388,18 +408,23 @@ class Server:
         found = {"tokens": tokens, "count": len(tokens), "max_model_len": session.max_length}
         return web.json_response(found)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _count(self, wire: Wire, request: web.Request) -> web.Response:
+        body = await _body(request)
+        asked = _read(wire, body)
+        tokens = self._session(request, body).build_prompt(_messages(asked), asked.get("tools") or None)
+        return web.json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    async def _answer(self, wire: Wire, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         session = self._session(request, body)
-        answer = await session.complete(body)
+        answer = wire.write(body, await session.complete(_read(wire, body)))
         if not body.get("stream"):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        for chunk in _chunks(answer, with_usage):
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        for event in wire.events(body, answer):
+            await response.write(as_event(event))
+        await response.write(wire.last_event.encode())
         return response
 
 
@@ -427,6 +452,13 @@ async def _body(request: web.Request) -> dict:
     return body
 
 
+def _read(wire: Wire, body: dict) -> dict:
+    try:
+        return wire.read(body)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadRequest(f"the request does not have the form of this API: {error!r}") from error
+
+
 def _chunks(answer: dict, with_usage: bool) -> Iterator[dict]:
     """Yields a complete answer as the chunks of a streamed response: the engine returns answers as a
     whole."""
@@ -446,22 +478,28 @@ def _chunks(answer: dict, with_usage: bool) -> Iterator[dict]:
         yield common | {"choices": [], "usage": answer["usage"]}
 
 
+def _events(request: Object, answer: dict) -> Iterator[dict]:
+    return _chunks(answer, bool((request.get("stream_options") or {}).get("include_usage")))
+
+
+CHAT = Wire(dict, lambda request, answer: answer, _events, last_event="data: [DONE]\n\n")
+COUNTS = {"/v1/messages/count_tokens": MESSAGES, "/v1/responses/input_tokens": RESPONSES}
+WIRES = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES} | COUNTS
+
+
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Returns exceptions as error responses in OpenAI's format, which its client raises."""
+    """Returns exceptions as error responses in the format of the request's API, which its client raises."""
+    wire = WIRES.get(request.path, CHAT)
+    refused = lambda status, text, code: web.json_response(wire.error(status, text, code), status=status)
     try:
         return await handler(request)
     except BadRequest as error:
-        return _error(400, str(error), error.code)
+        return refused(400, str(error), error.code)
     except TemplateProblem as error:
-        return _error(400, str(error), "invalid_request_error")
+        return refused(400, str(error), "invalid_request_error")
     except web.HTTPException as error:
-        return _error(error.status, error.text or error.reason, "invalid_request_error")
+        return refused(error.status, error.text or error.reason, "invalid_request_error")
     except Exception as error:
         logger.exception("a request of an agent failed")
-        return _error(500, f"{type(error).__name__}: {error}", "server_error")
-
-
-def _error(status: int, message: str, code: str) -> web.Response:
-    error = {"message": message, "type": code, "code": code, "param": None}
-    return web.json_response({"error": error}, status=status)
+        return refused(500, f"{type(error).__name__}: {error}", "server_error")

@@ -33,7 +33,7 @@ WORDS = {
     **dict.fromkeys(("plan", "check", "rehearse", "verify"), TRAINED),
     "data": ("preview",),
     "data preview": tuple(name for name in TRAINED if name != "ppo"),
-    "agent": ("try",),
+    "agent": ("try", "record"),
     "completion": ("bash", "zsh", "fish"),
 }
 """Words so far -> the words that may follow, besides names of files."""

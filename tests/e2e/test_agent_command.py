@@ -84,3 +84,29 @@ def test_every_example_of_an_environment(
     run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text(errors="replace")
     assert printed.count("ok, reward") == printed.count(ONE_SEQUENCE) == 3, printed
+
+
+PROGRAM = """
+import anthropic, openai
+asked = [{"role": "user", "content": "Tom has 3 apples."}]
+chat = openai.OpenAI()
+for _ in range(2):
+    answer = chat.chat.completions.create(model="m", messages=asked)
+    asked += [answer.choices[0].message, {"role": "user", "content": "And?"}]
+chat.responses.create(model="m", instructions="Be brief.", input="Tom has 3 apples.")
+rewritten = [{"role": "user", "content": "Tom had apples."}]
+with anthropic.Anthropic().messages.stream(model="m", max_tokens=8, messages=rewritten) as stream:
+    print("ended", stream.get_final_message().stop_reason)
+"""
+
+
+@pytest.mark.slow
+def test_the_requests_of_a_program_are_recorded(task: TaskFiles, tmp_path: Path) -> None:
+    """The real clients of three APIs, and vLLM."""
+    (program := tmp_path / "program.py").write_text(PROGRAM)
+    command = ["openrlhf.cli.main", "agent", "record", "--model", str(task.model)]
+    command += ["--rollout.max_new_tokens", "8", "--data.max_len", "500", "--", sys.executable, str(program)]
+    run_ranks(command, log=tmp_path / "log")
+    printed = (tmp_path / "log").read_text(errors="replace")
+    assert "ended " in printed and "4 turns in 3 segments" in printed, printed
+    assert printed.count("the agent rewrote the history") == 2

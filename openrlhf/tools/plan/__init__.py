@@ -6,6 +6,6 @@ COMMANDS = {
     "check": ("check", "check a training run before it starts, and list all problems"),
     "rehearse": ("rehearse", "run a training command in minutes on CPU cores, with shrunk models"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
-    "agent": ("agent", "agent try: play episodes of an agent and print them turn by turn"),
+    "agent": ("agent", "agent try, agent record: show, turn by turn, what an agent or a program would train"),
 }
 """Command -> (module of this folder, summary for `--help`)."""

@@ -123,7 +123,7 @@ def departure(tokenizer: Any, earlier: Sequence[Trajectory], other: Trajectory) 
     """Explains why a request does not continue an earlier sequence. It is compared with the earlier sequence
     that has the longest common prefix."""
     new = other.token_ids
-    same, nearest = max(((_shared(t.token_ids, new), t) for t in earlier), key=lambda pair: pair[0])
+    same, nearest = max(((shared(t.token_ids, new), t) for t in earlier), key=lambda pair: pair[0])
     if same >= other.prompt_length:
         return (
             f"new sequence: another answer to the same {other.prompt_length} prompt tokens. The agent "
@@ -139,7 +139,7 @@ def departure(tokenizer: Any, earlier: Sequence[Trajectory], other: Trajectory) 
     )
 
 
-def _shared(first: np.ndarray, second: np.ndarray) -> int:
+def shared(first: np.ndarray, second: np.ndarray) -> int:
     """Returns the length of the common prefix, in tokens."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]

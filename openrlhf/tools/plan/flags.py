@@ -5,6 +5,8 @@ import inspect
 import json
 import math
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -185,18 +187,23 @@ Every flag of `openrlhf ppo` is accepted and has the same meaning, for example -
 
 def agent_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf agent")
-    trying = parser.add_subparsers(required=True, metavar="try").add_parser(
-        "try",
-        description=inspect.getdoc(agent),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    commands = parser.add_subparsers(required=True, metavar="try|record")
+    form = {"epilog": EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    trying = commands.add_parser("try", description=inspect.getdoc(agent), **form)
     trying.add_argument("file", metavar="FILE", help="Python file with the class AgentExecutor")
-    trying.add_argument("--model", required=True, help="policy: a Hugging Face name or a folder")
     trying.add_argument("--prompt", required=True, help="text of the prompt")
     trying.add_argument("--label", default="", help="ground truth for the reward (default: empty)")
     trying.add_argument(
         "--samples", type=positive, default=1, metavar="N", help="episodes to play (default: 1)"
+    )
+    usage = "openrlhf agent record --model MODEL [--tool_parser NAME] [flags of ppo] -- PROGRAM ..."
+    recording = commands.add_parser("record", usage=usage, description=inspect.getdoc(record), **form)
+    for each in (trying, recording):
+        each.add_argument("--model", required=True, help="policy: a Hugging Face name or a folder")
+    recording.add_argument(
+        "--tool_parser",
+        metavar="NAME",
+        help="vLLM's parser of the model's tool calls, such as hermes (default: tools are refused)",
     )
     return parser
 
@@ -205,12 +212,39 @@ def agent(argv: Sequence[str] | None = None) -> None:
     """Plays episodes of an agent with a model and prints them turn by turn, to test the agent before
     training."""
     with short_errors():
-        options, flags = agent_parser().parse_known_args(argv)
-        with TemporaryDirectory() as folder:
-            config = config_of_agent(options, flags, Path(folder))
-            choose_hub(config.use_ms)
-            code = run("openrlhf.tools.plan.agent:run", config)
-        sys.exit(code)
+        words = list(sys.argv[1:] if argv is None else argv)
+        if words[:1] == ["record"]:
+            sys.exit(record(words))
+        options, flags = agent_parser().parse_known_args(words)
+        sys.exit(_played("openrlhf.tools.plan.agent:run", options, flags))
+
+
+def record(words: Sequence[str]) -> int:
+    """Records the requests of a program that reaches a model by the API of OpenAI or Anthropic: runs it with
+    the addresses and keys of its clients in the environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ...), then
+    prints turn by turn which tokens a training run would learn from, and where a rewritten history begins
+    another segment. Ends with the program's status."""
+    place = words.index("--") if "--" in words else len(words)
+    own, program = words[:place], words[place + 1 :]
+    options, flags = agent_parser().parse_known_args(own)
+    if not program:
+        text = "names no program; put it behind `--`, as in `-- python agent.py`"
+        raise UsageError(ErrorCode.MISSING_FLAG, text, flag="openrlhf agent record")
+    if shutil.which(program[0]) is None:
+        raise UsageError(ErrorCode.NOT_FOUND, "there is no such program", flag="--", value=program[0])
+    options.file, options.samples, options.prompt = RECORDER, 1, shlex.join(program)
+    options.label = json.dumps({"program": program, "tool_parser": options.tool_parser})
+    return _played("openrlhf.tools.plan.recording:run", options, flags)
+
+
+RECORDER = "openrlhf.tools.plan.recording:AgentExecutor"
+
+
+def _played(function: str, options: argparse.Namespace, flags: Sequence[str]) -> int:
+    with TemporaryDirectory() as folder:
+        config = config_of_agent(options, flags, Path(folder))
+        choose_hub(config.use_ms)
+        return run(function, config)
 
 
 def config_of_agent(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> PPOConfig:

@@ -158,3 +158,60 @@ def test_sixteen_episodes_never_mix(guessing: AgentExecutorBase) -> None:
     assert all(t.ok for t in found), [t.error for t in found]
     streams = [[int(text.removesuffix(END)) for text, mine in turns(t) if mine] for t in found]
     assert sorted(streams) == [sorted({first, min(first + 8, 15), 15}) for first in range(16)]
+
+
+CLIENTS = """
+import anthropic, openai
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    pass
+
+class One(vf.Task[Data]):
+    @vf.reward
+    async def done(self, trace) -> float:
+        return 1.0
+
+class Ones(vf.Taskset[One, vf.TasksetConfig]):
+    def load(self):
+        yield One(Data(prompt="Go on."), self.config.task)
+
+class Clients(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        asked = [{"role": "user", "content": "Go on."}]
+        back = lambda text: [*asked, {"role": "assistant", "content": text}, *asked]
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+            first = await client.chat.completions.create(model=ctx.model, messages=asked)
+            text = first.choices[0].message.content
+            await client.chat.completions.create(model=ctx.model, messages=back(text))
+            system = {"model": ctx.model, "instructions": "By responses."}
+            first = await client.responses.create(input=asked, **system)
+            async with client.responses.stream(input=back(first.output_text), **system) as stream:
+                await stream.get_final_response()
+        url = endpoint.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=secret) as client:
+            system = {"model": ctx.model, "max_tokens": 9, "system": "By messages."}
+            first = await client.messages.create(messages=asked, **system)
+            async with client.messages.stream(messages=back(first.content), **system) as stream:
+                await stream.get_final_message()
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+__all__ = ["Ones", "Clients"]
+"""
+
+
+def test_harnesses_of_all_apis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A harness with the real clients, by the package's own server, which passes each API on."""
+    from openrlhf.environments.verifiers import VerifiersExecutor
+
+    (tmp_path / "clients_v1.py").write_text(CLIENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    harness = {"harness": {"id": "clients_v1"}, "runtime": {"type": "subprocess"}}
+    found = play(VerifiersExecutor({"taskset": {"id": "clients_v1"}, "agent": harness}), "", 0, *"123456")
+    assert all(t.outcome is Outcome.OK and t.reward == 1 for t in found), found[0].error
+    assert [[text for text, mine in turns(t) if mine] for t in found] == [
+        [f"{a}{END}", f"{b}{END}"] for a, b in ("12", "34", "56")
+    ]
