@@ -493,7 +493,7 @@ def backend(config: Any) -> Iterator[Problem]:
         for own in (name for name in values if name == key or name.endswith(f".{key}")):
             if values[own] not in allowed:
                 words = " or ".join(str(value) for value in allowed if value is not None)
-                remedy = "remove it" if allowed == (False,) else f"use {words}"
+                remedy = "remove it" if allowed in ((False,), ({},)) else f"use {words}"
                 text = f"train.backend torch {why}; {remedy}, or use train.backend deepspeed"
                 yield Problem(own, text, ErrorCode.UNSUPPORTED)
 
@@ -505,6 +505,7 @@ TORCH_HAS: dict[str, tuple[tuple[Any, ...], str]] = {
     "ds.tensor_parallel_size": ((1,), "has no tensor parallelism"),
     "ds.ring_attn_size": ((1,), "has no sequence parallelism"),
     "ds.adam_offload": ((False,), "does not offload the optimizer to the CPU"),
+    "ds.config": (({},), "does not read DeepSpeed's configuration"),
     "ds.load_in_4bit": ((False,), "cannot shard 4-bit weights"),
     "ds.use_universal_ckpt": ((False,), "resumes from its own checkpoints with any number of ranks"),
     "optim": (("adam",), "has no Muon"),

@@ -31,6 +31,7 @@ from openrlhf.config.choices import (
     SharePrefixes,
     Steps,
 )
+from openrlhf.config.pass_through import PassThrough
 from openrlhf.config.resume import Content, Free
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
@@ -158,6 +159,10 @@ class TrainedModelConfig:
     """Vision-language models: train only the language part."""
     aux_loss_coef: PositiveOrZero = 0.0
     """MoE models: weight of the load-balancing loss, which rises when routers use experts unevenly."""
+    model_kwargs: PassThrough = field(default_factory=PassThrough)
+    """Options with which transformers loads the model, and its references: attributes of its config.json, and
+    options of `from_pretrained` without a flag. As JSON, as a JSON file, or one by one,
+    `--{section}.model_kwargs.NAME VALUE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +358,9 @@ class DeepSpeedConfig:
     enable_sleep: Free[bool] = False
     """Move optimizer states, gradients and master weights to CPU memory while other models or engines use the
     GPU. For RL on shared GPUs."""
+    config: PassThrough = field(default_factory=PassThrough)
+    """Options of DeepSpeed's configuration without a flag, for models that learn: as JSON, as DeepSpeed's JSON
+    file, or one by one, `--ds.config.SECTION.NAME VALUE` (docs/clusters.md)."""
 
     @property
     def attention(self) -> str:
@@ -384,6 +392,9 @@ class EngineMemoryConfig:
     kv_cache_gb: Free[Positive | None] = None
     """Size of an engine's KV cache, GB. None: what vllm.gpu_memory_utilization leaves, or 0.25 without a
     GPU."""
+    engine_args: PassThrough = field(default_factory=PassThrough)
+    """Options of vLLM's EngineArgs without a flag: as JSON, as a JSON file, or one by one,
+    `--vllm.engine_args.NAME VALUE` (docs/clusters.md)."""
 
 
 # ---- outputs

@@ -10,6 +10,7 @@ from openrlhf.models.experts import check_experts
 from openrlhf.models.loading import check_model, processor_around
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
+from openrlhf.training.models import check_kwargs
 
 
 def check_models(task: Task) -> None:
@@ -17,6 +18,7 @@ def check_models(task: Task) -> None:
     config, own = task.config, task.config.model.model_name_or_path
     for flag, path in task.models().items():
         check_model(path, flag)
+        check_kwargs(config, path, flag)
     check_saving(own, MODEL_FLAG, reader_of(config))
     if config.model.aux_loss_coef > 0:
         check_experts(own, MODEL_FLAG)
