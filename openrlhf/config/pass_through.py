@@ -16,8 +16,8 @@ class PassThrough(dict[str, Any]):
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
-        """Merges trees, of which later ones win. Each is the text of a JSON object, or a file with one. Raises
-        ValueError for other words."""
+        """Merges trees, of which later ones win. Each is the text of a JSON object, or a file with one.
+        Raises ValueError for other words."""
         tree: dict[str, Any] = {}
         for word in words:
             try:

@@ -359,8 +359,8 @@ class DeepSpeedConfig:
     """Move optimizer states, gradients and master weights to CPU memory while other models or engines use the
     GPU. For RL on shared GPUs."""
     config: PassThrough = field(default_factory=PassThrough)
-    """Options of DeepSpeed's configuration without a flag, for models that learn: as JSON, as DeepSpeed's JSON
-    file, or one by one, `--ds.config.SECTION.NAME VALUE` (docs/clusters.md)."""
+    """Options of DeepSpeed's configuration without a flag, for models that learn: as JSON, as a JSON file, or
+    one by one, `--ds.config.SECTION.NAME VALUE` (docs/clusters.md)."""
 
     @property
     def attention(self) -> str:

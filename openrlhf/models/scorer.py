@@ -96,8 +96,8 @@ def load_scorer(
     head_prefix: name of the head in saved files; a `value_head_prefix` in the model's config.json takes
     precedence. tokenizer: required if the model will be saved. Tokenizer and model get the same padding
     token, which is not the end-of-sequence token. max_len: tokens of the longest sequence of the run, see
-    `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images. model_kwargs: see
-    `apply_kwargs`.
+    `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images.
+    model_kwargs: see `apply_kwargs`.
     """
     config = load_unquantized(path, flag)
     others = apply_kwargs(config, model_kwargs, path, flag)

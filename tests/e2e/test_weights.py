@@ -209,8 +209,7 @@ def test_vllm_takes_the_options_of_a_run_on_shared_gpus(tmp_path: Path, run_work
     """Options set batch sizes for throughput, a float32 head beside bf16 weights, and the memory that is
     left. What is passed through wins."""
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
-    options = asdict(
-        replace(SHARED, model=model, float32_head=True, engine_args={"max_num_batched_tokens": 8192})
-    )
+    passed = {"max_num_batched_tokens": 8192}
+    options = asdict(replace(SHARED, model=model, float32_head=True, engine_args=passed))
     (found,) = run_worker("engine_config", 1, options=options, free_fraction=0.5)
     assert found == {"head": "torch.float32", "sequences": 1024, "tokens": 8192, "memory": 0.475}

@@ -116,8 +116,8 @@ def _speculation_options(options: EngineOptions) -> dict[str, Any] | None:
 @contextmanager
 def refusals(options: EngineOptions) -> Iterator[None]:
     """Converts the ValueError with which vLLM refuses to start to UsageError: any with speculative
-    decoding or options passed through, and otherwise that of its `ModelConfig`, which pydantic checks. Its other configurations follow from flags
-    and checks of this package, not from the model."""
+    decoding or options passed through, and otherwise that of its `ModelConfig`, which pydantic checks. Its
+    other configurations follow from flags and checks of this package, not from the model."""
     try:
         yield
     except ValueError as error:

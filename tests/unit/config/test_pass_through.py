@@ -1,4 +1,4 @@
-"""Options of vLLM, DeepSpeed and transformers that have no flag: how they are written, and which are refused."""
+"""Options of vLLM, DeepSpeed and transformers without a flag: how they are written, and which are refused."""
 
 import json
 
@@ -112,5 +112,5 @@ def test_supervised_commands_pass_options_too():
     ]
     config = parse(SFT, [*words, "--model.model_kwargs.attention_dropout", "0.1"], raises=True).config
     assert config.model.model_kwargs == {"attention_dropout": 0.1} and config.ds.config == PassThrough()
-    with pytest.raises(ValueError, match="use --ds.zero_stage"):
+    with pytest.raises(ValueError, match=r"use --ds\.zero_stage"):
         parse(SFT, [*words, "--ds.config.zero_optimization", '{"stage": 1}'], raises=True)
