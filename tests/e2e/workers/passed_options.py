@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
+from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.pass_through import PassThrough
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
@@ -13,6 +14,7 @@ from openrlhf.models.policy import PolicyModel
 
 
 def main(spec: dict) -> None:
+    init_distributed()
     engine: Any = DeepSpeedEngine(
         lambda: PolicyModel(load_causal_lm(spec["model"], flag="--model", dtype="fp32", attention="auto")),
         optim=OptimConfig(),
@@ -22,6 +24,7 @@ def main(spec: dict) -> None:
     own = engine.engine
     found = {"sub_group_size": own.zero_sub_group_size(), "prescale": own._config.prescale_gradients}
     (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
+    leave_distributed()
 
 
 if __name__ == "__main__":
