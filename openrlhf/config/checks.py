@@ -70,6 +70,8 @@ NEEDS = {
     "ckpt.load_enable": "ds.use_universal_ckpt",
 }
 """Maps a flag to those that have no effect while it is None, False, 0, -1 or ""."""
+WITH_PROJECTS = ("wandb", "trackio", "mlflow", "swanlab")
+"""Trackers that read the project, and more of `logger.wandb`."""
 ALWAYS_PACKED: IgnoredFlags = "ds.packing_samples", "because samples are always packed"
 
 
@@ -105,7 +107,7 @@ def common_ignored(c: Any) -> Iterator[IgnoredFlags]:
     if c.ckpt.save_steps > 0 and c.ckpt.disable_ds:
         why = "with --ckpt.disable_ds, which writes no checkpoints to resume from"
         yield "ckpt.async_save", why
-    if c.logger.wandb.key is None and "wandb" not in (c.logger.trackers or ()):
+    if c.logger.wandb.key is None and not set(WITH_PROJECTS) & set(c.logger.trackers or ()):
         keys = "logger.wandb.org logger.wandb.group logger.wandb.project"
         yield keys, "without --logger.wandb.key"
     yield from needs(c, NEEDS)

@@ -478,7 +478,7 @@ class WandbConfig:
     group: str | None = None
     """Group of the run."""
     project: str = "openrlhf"
-    """Project."""
+    """Project, also in trackio, MLflow (as experiment) and SwanLab."""
     run_name: str = ""
     """Name of the run, also in TensorBoard and of the run folder. The default is unique: the command, the
     start time and a random number."""
@@ -499,8 +499,9 @@ class LoggerConfig:
     """Folder for TensorBoard, whose files go to `{tensorboard_dir}/{run_name}`. None: off."""
     wandb: WandbConfig = WandbConfig()
     trackers: tuple[str, ...] | None = None
-    """Additional trackers of metrics: tensorboard, wandb, a class as `folder/file.py:NAME` or
-    `package.module:NAME`, or a name that an installed package registers (openrlhf.trackers)."""
+    """Additional trackers of metrics: tensorboard, wandb, trackio, mlflow, swanlab, a class as
+    `folder/file.py:NAME` or `package.module:NAME`, or a name that an installed package registers
+    (openrlhf.trackers)."""
     tracker_options: tuple[str, ...] | None = None
     """Options of the trackers as `NAME=VALUE ...`. They are written to config.yaml, so use no secrets."""
     run_dir: str | None = None

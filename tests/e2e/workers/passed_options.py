@@ -22,7 +22,7 @@ def main(spec: dict) -> None:
         total_steps=1,
     )
     own = engine.engine
-    found = {"sub_group_size": own.zero_sub_group_size(), "prescale": own._config.prescale_gradients}
+    found = {"sub_group_size": own.zero_sub_group_size(), "clock": own.wall_clock_breakdown()}
     (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
     leave_distributed()
 
