@@ -22,20 +22,16 @@ class MLflowTracker(Tracker):
 
     def open(self, run: TrackedRun) -> None:
         super().open(run)
-        from mlflow import MlflowClient  # may be missing
-        from mlflow.entities import Metric
-
-        folder, flags, self._metric = run.folder.path.absolute(), run.logger.wandb, Metric
+        mlflow, folder, flags = self.library(), run.folder.path.absolute(), run.logger.wandb
+        self._metric = mlflow.entities.Metric
         is_local = "MLFLOW_TRACKING_URI" not in os.environ
-        self._client = MlflowClient(f"sqlite:///{folder}/mlflow.db" if is_local else None)
+        self._client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db" if is_local else None)
         file = folder / "mlflow_id.txt"
         if not file.exists():
             known = self._client.get_experiment_by_name(flags.project)
             place = str(folder / "mlflow") if is_local else None
-            experiment = (
-                known.experiment_id if known else self._client.create_experiment(flags.project, place)
-            )
-            info = self._client.create_run(experiment, run_name=flags.run_name).info
+            made = known.experiment_id if known else self._client.create_experiment(flags.project, place)
+            info = self._client.create_run(made, run_name=flags.run_name).info
             self._client.log_dict(info.run_id, run.folder.read_config(), "config.yaml")
             write_atomically(file, [info.run_id])
         self._id = file.read_text()

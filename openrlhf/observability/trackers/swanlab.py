@@ -24,9 +24,8 @@ class SwanLabTracker(Tracker):
 
     def open(self, run: TrackedRun) -> None:
         super().open(run)
-        import swanlab  # may be missing
-
-        file, flags, folder = run.folder.path / "swanlab_id.txt", run.logger.wandb, run.folder
+        swanlab, flags, folder = self.library(), run.logger.wandb, run.folder
+        file = folder.path / "swanlab_id.txt"
         if not file.exists():
             write_atomically(file, [uuid.uuid4().hex[:21]])
         options = {

@@ -18,9 +18,8 @@ class TrackioTracker(Tracker):
 
     def open(self, run: TrackedRun) -> None:
         super().open(run)
-        import trackio  # may be missing
-
-        flags, self._table = run.logger.wandb, trackio.Table
+        trackio, flags = self.library(), run.logger.wandb
+        self._table = trackio.Table
         self._run = trackio.init(
             project=flags.project,
             name=flags.run_name,
