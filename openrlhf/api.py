@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.completions import SamplingParams
     from openrlhf.config.checks import check_launcher, looks_local, missing as missing_flag, split_spec
+    from openrlhf.config.choices import OneOf as FlagChoices
     from openrlhf.config.command import Command, Explicit, SECRETS as SECRET_FLAGS
     from openrlhf.config.fields import (
         find_change as resume_change, list_flags, flat as flat_settings, to_words, flag_values, with_values,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.lora_combiner import LoraCombinerConfig
     from openrlhf.config.options import PREFIX as OPTION_PREFIX
     from openrlhf.config.parse import Invocation, parse, to_yaml
+    from openrlhf.config.pass_through import PassThrough
     from openrlhf.config.ppo import (
         ACTOR_FLAG, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, REWARD_FLAG, RewardConfig,
         TEACHER_FLAG,
@@ -199,6 +201,7 @@ if TYPE_CHECKING:  # for tools
         ExperienceRow, LossNorm, Metrics, PackedRow, Pair, Sample, Schedule, Steps, UnpairedExample, not_none,
         runs as runs_of_version,
     )
+    from openrlhf.ranges import Range as FlagRange
     from openrlhf.user_file import UserFiles
 # isort: on
 # fmt: on

@@ -6,7 +6,7 @@ backends/weight_sync/sender.py.
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -81,6 +81,8 @@ class EngineOptions:
     computed."""
     speculation: Mapping[str, Any] | None = None
     """vLLM's configuration of speculative decoding. None: off."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs."""
 
     @property
     def num_workers(self) -> int:
@@ -111,6 +113,7 @@ class EngineOptions:
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_gb=vllm.kv_cache_gb,
+            engine_args=vllm.engine_args,
             **own,
         )
 

@@ -35,6 +35,7 @@ WORDS = {
     "data preview": tuple(name for name in TRAINED if name != "ppo"),
     "agent": ("try", "record"),
     "completion": ("bash", "zsh", "fish"),
+    "schema": TRAINED,
 }
 """Words so far -> the words that may follow, besides names of files."""
 LIKE_PPO = ("plan", "check", "rehearse", "verify", "agent")

@@ -70,6 +70,8 @@ NEEDS = {
     "ckpt.load_enable": "ds.use_universal_ckpt",
 }
 """Maps a flag to those that have no effect while it is None, False, 0, -1 or ""."""
+WITH_PROJECTS = ("wandb", "trackio", "mlflow", "swanlab")
+"""Trackers that read the project, and more of `logger.wandb`."""
 ALWAYS_PACKED: IgnoredFlags = "ds.packing_samples", "because samples are always packed"
 
 
@@ -105,7 +107,7 @@ def common_ignored(c: Any) -> Iterator[IgnoredFlags]:
     if c.ckpt.save_steps > 0 and c.ckpt.disable_ds:
         why = "with --ckpt.disable_ds, which writes no checkpoints to resume from"
         yield "ckpt.async_save", why
-    if c.logger.wandb.key is None and "wandb" not in (c.logger.trackers or ()):
+    if c.logger.wandb.key is None and not set(WITH_PROJECTS) & set(c.logger.trackers or ()):
         keys = "logger.wandb.org logger.wandb.group logger.wandb.project"
         yield keys, "without --logger.wandb.key"
     yield from needs(c, NEEDS)
@@ -493,7 +495,7 @@ def backend(config: Any) -> Iterator[Problem]:
         for own in (name for name in values if name == key or name.endswith(f".{key}")):
             if values[own] not in allowed:
                 words = " or ".join(str(value) for value in allowed if value is not None)
-                remedy = "remove it" if allowed == (False,) else f"use {words}"
+                remedy = "remove it" if allowed in ((False,), ({},)) else f"use {words}"
                 text = f"train.backend torch {why}; {remedy}, or use train.backend deepspeed"
                 yield Problem(own, text, ErrorCode.UNSUPPORTED)
 
@@ -505,6 +507,7 @@ TORCH_HAS: dict[str, tuple[tuple[Any, ...], str]] = {
     "ds.tensor_parallel_size": ((1,), "has no tensor parallelism"),
     "ds.ring_attn_size": ((1,), "has no sequence parallelism"),
     "ds.adam_offload": ((False,), "does not offload the optimizer to the CPU"),
+    "ds.config": (({},), "does not read DeepSpeed's configuration"),
     "ds.load_in_4bit": ((False,), "cannot shard 4-bit weights"),
     "ds.use_universal_ckpt": ((False,), "resumes from its own checkpoints with any number of ranks"),
     "optim": (("adam",), "has no Muon"),

@@ -3,6 +3,7 @@ values."""
 
 import ast
 import inspect
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -12,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from openrlhf.config.choices import OneOf, TemplateText
+from openrlhf.config.pass_through import PassThrough
 from openrlhf.config.resume import FREE_SECTIONS, Change, OnResume
 
 _TRUE = ("true", "yes", "on", "1")
@@ -101,7 +103,7 @@ def flag_values(config: Any) -> dict[str, Any]:
             values[name] = value
         elif is_dataclass(value):
             values |= {f"{name}.{key}": inner for key, inner in flag_values(value).items()}
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and not isinstance(value, PassThrough):
             values |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
             values[name] = value
@@ -135,6 +137,8 @@ def format_flag(config: Any, key: str) -> str:
 
 def convert(words: Sequence[str], type_: Any) -> Any:
     """Converts the words after a flag to its value. Raises ValueError with the expected form."""
+    if type_ is PassThrough:
+        return PassThrough.read(words)
     origin, args = get_origin(type_), get_args(type_)
     if origin in (Union, UnionType):
         if NoneType in args and len(words) == 1 and words[0].lower() in _NONE:
@@ -170,6 +174,8 @@ def to_words(value: Any) -> tuple[str, ...]:
     """Returns the words of a value, from which `convert` restores it."""
     if isinstance(value, tuple):
         return tuple(word for item in value for word in to_words(item))
+    if isinstance(value, Mapping):
+        return (json.dumps(value),)
     return (str(value).lower() if isinstance(value, bool) else str(value),)
 
 
@@ -221,7 +227,7 @@ def _describe(type_: Any) -> str:
         if args[-1] is Ellipsis:
             return f"{_describe(args[0])} ..."
         return " ".join(_describe(arg) for arg in args)
-    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[type_]
+    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL", PassThrough: "JSON"}[type_]
 
 
 def _choices(type_: Any) -> Iterator[str]:

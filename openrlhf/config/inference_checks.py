@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from openrlhf.config import checks
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+from openrlhf.config.owned_options import owned_options
 from openrlhf.errors import ErrorCode
 
 
@@ -133,4 +134,5 @@ def _engine(config: BatchInferenceConfig | ChatConfig, explicit: Explicit) -> It
             "that is quantised for vLLM (AWQ or GPTQ, see quantization_config in its config.json)",
             ErrorCode.UNSUPPORTED,
         )
+    yield from owned_options(config)
     yield from checks.vllm("rollout.engine" if config.rollout.engine else "task")

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from itertools import accumulate
 from typing import Any, Generic, NoReturn, TypeVar
@@ -29,6 +29,7 @@ from openrlhf.config.fields import (
 from openrlhf.config.help import help_text
 from openrlhf.config.old_flags import OTHER_NAMES, OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
+from openrlhf.config.pass_through import PassThrough, to_text, yaml_to_json
 from openrlhf.errors import REDACTED, ErrorCode, UsageError, describe, notify, readable, while_read
 
 ConfigT = TypeVar("ConfigT")
@@ -135,6 +136,7 @@ def to_yaml(config: Any, *, defaults: bool = True) -> str:
         tuple,
         lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True),
     )
+    Dumper.add_representer(PassThrough, yaml.SafeDumper.represent_dict)
     tree: dict[str, Any] = {}
     left_out = {} if defaults else flag_values(type(config)())
     for key, value in flag_values(config).items():
@@ -310,18 +312,26 @@ def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting]
     sections = {key.rpartition(".")[0] for key in list_flags(config_type)} - {""} | {PREFIX.rstrip(".")}
     sections |= {section.rpartition(".")[0] for section in sections} - {""} | {*tables(config_type)}
     settings, problems = [], []
+    opened = _open_flags(config_type)
     for file in files:
-        some, wrong = _read_yaml(file, sections, tables(config_type))
+        some, wrong = _read_yaml(file, sections, tables(config_type), opened)
         settings += some
         problems += wrong
     return settings, problems
 
 
+def _open_flags(config_type: type) -> tuple[str, ...]:
+    """Returns the beginnings of names that go on with the options of another library, such as
+    `vllm.engine_args.`."""
+    return tuple(f"{key}." for key, field in list_flags(config_type).items() if field.type is PassThrough)
+
+
 def _read_yaml(
-    path: str, sections: set[str], names: Container[str]
+    path: str, sections: set[str], names: Container[str], opened: tuple[str, ...]
 ) -> tuple[list[_Setting], list[UsageError]]:
     """Reads the settings of a file with nested, dotted or flat keys, in order, and its problems. Values stay
-    text: `5e-7` becomes a number only for a flag that takes one. `names`: tables, see `tables`."""
+    text: `5e-7` becomes a number only for a flag that takes one. `names`: tables, see `tables`; `opened`: see
+    `_open_flags`."""
     import yaml  # late: `--help` needs none
 
     settings: list[_Setting] = []
@@ -344,7 +354,7 @@ def _read_yaml(
                 name = prefix + re.sub(r"\W+", "_", key.value)
             if name in sections or (name.partition(".")[0] in names and isinstance(value, yaml.MappingNode)):
                 visit(value, name + ".")
-            elif (words := _yaml_words(value)) is None:
+            elif (words := _yaml_words(value, f"{name}.".startswith(opened))) is None:
                 text = "expects a value or a list of values"
                 problems.append(_invalid(text, f"{where}: {_show(name)}"))
             else:
@@ -375,9 +385,11 @@ def _check_brackets(text: str) -> None:
         raise RecursionError(f"more than {MAX_OPEN} brackets are open at once")
 
 
-def _yaml_words(node: Any) -> Words | None:
+def _yaml_words(node: Any, is_open: bool) -> Words | None:
     """Returns the words of a YAML value; None for a value that no flag takes: a mapping, an empty list, a
-    list of lists."""
+    list of lists. `is_open`: True for options of another library, which have values of all kinds."""
+    if is_open and node.id != "scalar":
+        return (yaml_to_json(node),)
     if isinstance(node.value, str):
         return ("None",) if node.tag == "tag:yaml.org,2002:null" else (node.value,)
     if node.id == "sequence" and node.value and all(isinstance(item.value, str) for item in node.value):
@@ -392,13 +404,20 @@ def _translate(
     names, hints on spellings with another or no effect, and problems."""
     fields = list_flags(command.config_type)
     has_options = bool(command.selected(command.config_type()))
+    opened = _open_flags(command.config_type)
     said = {setting.name: setting.words for setting in settings}
     chosen: dict[str, _Setting] = {}
     renamed: dict[str, str] = {}
     hints: list[str] = []
     problems: list[UsageError] = []
 
+    def opening(name: str) -> str | None:
+        return next((start for start in opened if f"{name}.".startswith(start)), None)
+
     def choose(key: str, setting: _Setting) -> None:
+        if start := opening(key):
+            choose_option(start, setting)
+            return
         before = chosen.get(key)
         if before and _same_file(before, setting) and before.words != setting.words:
             text = f"already set to another value in {before.source.file}"
@@ -406,10 +425,18 @@ def _translate(
         chosen.pop(key, None)  # keeps the order of the last settings
         chosen[key] = setting
 
+    def choose_option(start: str, setting: _Setting) -> None:
+        """Adds options to those that the flag has by now."""
+        key, name = start.removesuffix("."), setting.name.removeprefix(start)
+        words = setting.words if setting.name == key else (to_text(name, setting.words),)
+        before = chosen.pop(key, setting)
+        all_words = words if before is setting else (*before.words, *words)
+        chosen[key] = replace(setting, words=all_words)
+
     for setting in settings:
         of_value = command.old_flags.get(" ".join([setting.name, *setting.words]))
         old = of_value or command.old_flags.get(setting.name)
-        is_option = has_options and setting.name.startswith(PREFIX)
+        is_option = (has_options and setting.name.startswith(PREFIX)) or opening(setting.name)
         is_current = is_option or find_flag(command.config_type, setting.name)
         if is_current and of_value is None:
             choose(setting.name, setting)

@@ -31,6 +31,7 @@ from openrlhf.config.choices import (
     Steps,
 )
 from openrlhf.config.fields import flag_values, with_values
+from openrlhf.config.pass_through import PassThrough
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, is_gym
 from openrlhf.config.resume import NEW_LENGTH, Change, Content, Free, OnResume
 from openrlhf.config.sections import (
@@ -155,6 +156,8 @@ class CriticConfig(OptimConfig, RoleConfig):
     model_name_or_path: Content[str | None] = None
     """Model from which the critic starts: a Hugging Face name or a folder. None: the first reward model, or
     without one the policy."""
+    model_kwargs: PassThrough = field(default_factory=PassThrough)
+    """Options with which transformers loads the critic, as actor.model_kwargs."""
     adam: AdamConfig = AdamConfig(lr=9e-6)
     value_clip: Positive = 0.5
     """Clip range of the value loss: new values are clipped to this distance from the old ones."""
@@ -183,6 +186,8 @@ class PPOTeacherConfig(FrozenRoleConfig):
     model_name_or_path: Content[str | None] = None
     """Teacher model: a Hugging Face name or a folder. It must have the policy's vocabulary. None: no
     teacher."""
+    model_kwargs: PassThrough = field(default_factory=PassThrough)
+    """Options with which transformers loads the teacher, as actor.model_kwargs."""
     kd_coef: Positive = 1.0
     """Weight of the teacher's reward. It is added to the reward of other sources, or is the only reward."""
 
@@ -198,6 +203,8 @@ class RewardConfig(FrozenRoleConfig):
     model_name_or_path: Content[str | None] = None
     """Reward models: a comma list of Hugging Face names or folders, whose scores are added up. Beside
     reward.remote_url they are only used with reward.model_weights."""
+    model_kwargs: PassThrough = field(default_factory=PassThrough)
+    """Options with which transformers loads the reward models, as actor.model_kwargs."""
     model_weights: tuple[float, ...] | None = None
     """Weights of the reward models, in their order: each score is multiplied by its weight before all are
     added up, together with the reward of reward.remote_url. None: weight 1 each; with reward.remote_url the

@@ -13,6 +13,7 @@ from openrlhf.config import checks
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import flag_values
+from openrlhf.config.owned_options import owned_options
 from openrlhf.config.ppo import GROUP_ESTIMATORS, PPOConfig, RewardConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 from openrlhf.config.sections import KEY_VARIABLE
@@ -55,6 +56,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *checks.optimizer("actor.", config.actor, config.ds),
             *(checks.optimizer("critic.", config.critic, config.ds) if config.uses_critic else ()),
             *checks.backend(config),
+            *owned_options(config),
             *checks.precision(config),
             *optimizer_sleep(config),
             *checks.four_bits(config.ds),
@@ -623,6 +625,7 @@ def _engine(config: PPOConfig) -> Iterator[Problem]:
         "vllm.pipeline_parallel_size": config.vllm.pipeline_parallel_size > 1,
         "vllm.lora_sync": _sends_adapters(config),
         "vllm.speculative": config.vllm.speculative is not None,
+        "vllm.engine_args": bool(config.vllm.engine_args),
         "algo.router_replay": config.algo.router_replay,
         "data.max_images_per_prompt": config.reads_images,
     }

@@ -96,10 +96,7 @@ MOLT: dict[str, OldFlag] = {
     f"{_ESTIMATOR} grpo": value(_ESTIMATOR, "group_norm"),
     f"{_LEVEL} geo": value(_LEVEL, "seq"),
     "actor.loss_mode gspo": OldFlag(to=("actor.policy_loss_type", "actor.loss_aggregation"), translate=_gspo),
-    **{
-        f"vllm.{name}": OldFlag(removed=f"use --vllm.engine_args.{name}")
-        for name in _ENGINE_ARGUMENTS.split()
-    },
+    **renamed(": " + " ".join(f"vllm.{name}=vllm.engine_args.{name}" for name in _ENGINE_ARGUMENTS.split())),
     **removed(f"""
         {_ESTIMATOR} on_policy_distill: use --teacher.model_name_or_path, which rewards each action
         algo.advantage.is_correction_mode trunc: use clip and one upper bound, is_correction_threshold HIGH

@@ -31,6 +31,7 @@ from openrlhf.config.choices import (
     SharePrefixes,
     Steps,
 )
+from openrlhf.config.pass_through import PassThrough
 from openrlhf.config.resume import Content, Free
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
@@ -160,6 +161,10 @@ class TrainedModelConfig:
     """MoE models: do not train the routers, which choose the experts of each token."""
     aux_loss_coef: PositiveOrZero = 0.0
     """MoE models: weight of the load-balancing loss, which rises when routers use experts unevenly."""
+    model_kwargs: PassThrough = field(default_factory=PassThrough)
+    """Options with which transformers loads the model, and its references: attributes of its config.json, and
+    options of `from_pretrained` without a flag. As JSON, as a JSON file, or one by one,
+    `--{section}.model_kwargs.NAME VALUE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,6 +360,9 @@ class DeepSpeedConfig:
     enable_sleep: Free[bool] = False
     """Move optimizer states, gradients and master weights to CPU memory while other models or engines use the
     GPU. For RL on shared GPUs."""
+    config: PassThrough = field(default_factory=PassThrough)
+    """Options of DeepSpeed's configuration without a flag, for models that learn: as JSON, as a JSON file, or
+    one by one, `--ds.config.SECTION.NAME VALUE` (docs/clusters.md)."""
 
     @property
     def attention(self) -> str:
@@ -386,6 +394,9 @@ class EngineMemoryConfig:
     kv_cache_gb: Free[Positive | None] = None
     """Size of an engine's KV cache, GB. None: what vllm.gpu_memory_utilization leaves, or 0.25 without a
     GPU."""
+    engine_args: PassThrough = field(default_factory=PassThrough)
+    """Options of vLLM's EngineArgs without a flag: as JSON, as a JSON file, or one by one,
+    `--vllm.engine_args.NAME VALUE` (docs/clusters.md)."""
 
 
 # ---- outputs
@@ -469,7 +480,7 @@ class WandbConfig:
     group: str | None = None
     """Group of the run."""
     project: str = "openrlhf"
-    """Project."""
+    """Project, also in trackio, MLflow (as experiment) and SwanLab."""
     run_name: str = ""
     """Name of the run, also in TensorBoard and of the run folder. The default is unique: the command, the
     start time and a random number."""
@@ -490,8 +501,9 @@ class LoggerConfig:
     """Folder for TensorBoard, whose files go to `{tensorboard_dir}/{run_name}`. None: off."""
     wandb: WandbConfig = WandbConfig()
     trackers: tuple[str, ...] | None = None
-    """Additional trackers of metrics: tensorboard, wandb, a class as `folder/file.py:NAME` or
-    `package.module:NAME`, or a name that an installed package registers (openrlhf.trackers)."""
+    """Additional trackers of metrics: tensorboard, wandb, trackio, mlflow, swanlab, a class as
+    `folder/file.py:NAME` or `package.module:NAME`, or a name that an installed package registers
+    (openrlhf.trackers)."""
     tracker_options: tuple[str, ...] | None = None
     """Options of the trackers as `NAME=VALUE ...`. They are written to config.yaml, so use no secrets."""
     run_dir: str | None = None

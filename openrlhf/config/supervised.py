@@ -1,7 +1,7 @@
 """Configuration of the supervised commands: SFT, reward models, process reward models, DPO, KTO and
 distillation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from openrlhf.config.choices import (
@@ -12,6 +12,7 @@ from openrlhf.config.choices import (
     Range,
     Steps,
 )
+from openrlhf.config.pass_through import PassThrough
 from openrlhf.config.resume import NEW_LENGTH, Content, Free
 from openrlhf.config.sections import (
     AdamConfig,
@@ -332,6 +333,8 @@ class TeacherConfig:
 
     model_name_or_path: Content[str] = ""
     """Teacher model: a Hugging Face name or a folder. It must have the student's vocabulary. Required."""
+    model_kwargs: PassThrough = field(default_factory=PassThrough)
+    """Options with which transformers loads the teacher, as model.model_kwargs."""
     offload: Free[bool] = False
     """Keep the weights of the teacher in CPU memory while they are not used."""
 

@@ -6,6 +6,7 @@ from itertools import chain
 
 from openrlhf.config import checks
 from openrlhf.config.command import Explicit, Problem, remark
+from openrlhf.config.owned_options import owned_options
 from openrlhf.config.sections import ImagesConfig, RowTemplateConfig
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -73,6 +74,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *checks.optimizer("", config, config.ds),
             *checks.batches(config, mesh.data, None, ""),
             *checks.backend(config),
+            *owned_options(config),
             *checks.precision(config),
             *checks.secondary_partition(ds, {"run": num_ranks}),
             *checks.sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),

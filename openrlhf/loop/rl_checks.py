@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from openrlhf.algorithms.trial import try_out
-from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
+from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs, engine_arguments
 from openrlhf.checkpoint.start import check_output
 from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
@@ -22,6 +22,7 @@ from openrlhf.observability.hooks.load import check_hooks
 from openrlhf.observability.trackers.load import build_trackers
 from openrlhf.rewards.function import check_reward_file
 from openrlhf.rollout.executors import check_agent_file
+from openrlhf.training.models import check_kwargs
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.training.schedule import prompts_of_steps
 from openrlhf.user_file import line_and_error
@@ -70,6 +71,8 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     actor, critic = config.actor.model_name_or_path, config.critic_path
     ask(ACTOR_FLAG, _check_trained, config, actor, ACTOR_FLAG)
     ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
+    if config.rollout.engine == "vllm":
+        ask("--vllm.engine_args", engine_arguments, config.vllm.engine_args)
     ask(ACTOR_FLAG, lambda: check_saving(actor, ACTOR_FLAG, policy_processor(config)))
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
@@ -88,10 +91,11 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             ask(REWARD_FLAG, _check_statistics, path)
-    if (size := config.ds.tensor_parallel_size) > 1:
-        models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
-        models |= {CRITIC_FLAG: [critic] if config.uses_critic else [], REWARD_FLAG: config.reward.models}
-        for flag, path in ((flag, path) for flag, paths in models.items() for path in paths if path):
+    models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
+    models |= {CRITIC_FLAG: [critic] if config.uses_critic else [], REWARD_FLAG: config.reward.models}
+    for flag, path in ((flag, path) for flag, paths in models.items() for path in paths if path):
+        ask(flag, check_kwargs, config, path, flag)
+        if (size := config.ds.tensor_parallel_size) > 1:
             ask(flag, check_tensor_parallel, path, flag, size)
     check_users_files(config, ask)  # last, because users' imports take longest
 

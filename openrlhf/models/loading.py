@@ -1,5 +1,6 @@
 """Loads models, tokenizers and configurations from a name or a path."""
 
+import difflib
 import logging
 import os
 import pickle
@@ -64,18 +65,47 @@ def load_causal_lm(
     in_4bit: bool = False,
     liger: bool = False,
     images: bool = False,
+    model_kwargs: Mapping[str, Any] = {},
 ) -> PreTrainedModel:
     """Loads a causal language model in `dtype` (bf16, fp16 or fp32) for packed rows.
 
     max_len: tokens of the longest sequence of the run, see `fix_frequencies`. in_4bit: quantize linear layers
     except the head to NF4, for models of which only adapters are trained. liger: see `apply_liger`. images:
-    load a vision-language model, whose rows may have images.
+    load a vision-language model, whose rows may have images. model_kwargs: see `apply_kwargs`.
     """
     config = load_unquantized(path, flag)
-    options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
+    options = apply_kwargs(config, model_kwargs, path, flag)
+    options |= {} if experts is None else {"experts_implementation": experts}
     options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     return load_for_rows(auto_class, path, attention, max_len, liger, images, **options)[0]
+
+
+LOADING_KWARGS = ("ignore_mismatched_sizes", "use_safetensors", "weights_only")
+"""Options of transformers' `from_pretrained` that are no attributes of a configuration."""
+
+
+def apply_kwargs(
+    config: PreTrainedConfig, model_kwargs: Mapping[str, Any], path: str, flag: str
+) -> dict[str, Any]:
+    """Sets attributes of a model's configuration, and returns the other options of `from_pretrained`. Raises
+    UsageError for a name that is neither. `flag`: the flag that names the model."""
+    others: dict[str, Any] = {}
+    for name, value in model_kwargs.items():
+        if name in LOADING_KWARGS:
+            others[name] = value
+            continue
+        if not hasattr(config, name):
+            near = difflib.get_close_matches(name, [*config.to_dict(), *LOADING_KWARGS], n=1)
+            text = f"neither the configuration of {path} nor from_pretrained has {name}; "
+            text += f"did you mean {near[0]}?" if near else "remove it"
+            key = flag.replace("model_name_or_path", "model_kwargs")
+            raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=key, value=name)
+        if isinstance(inner := getattr(config, name), PreTrainedConfig):
+            apply_kwargs(inner, value, path, flag)
+        else:
+            setattr(config, name, value)
+    return others
 
 
 def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:

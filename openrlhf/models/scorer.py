@@ -1,6 +1,8 @@
 """Reward models and critics: Hugging Face sequence classifiers with one label that read packed rows."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -21,7 +23,15 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
-from openrlhf.models.loading import DTYPES, check_model, load_config, load_for_rows, load_unquantized, nf4
+from openrlhf.models.loading import (
+    DTYPES,
+    apply_kwargs,
+    check_model,
+    load_config,
+    load_for_rows,
+    load_unquantized,
+    nf4,
+)
 from openrlhf.types import PackedRow
 
 
@@ -78,6 +88,7 @@ def load_scorer(
     liger: bool = False,
     images: bool = False,
     trained: bool = False,
+    model_kwargs: Mapping[str, Any] = {},
 ) -> ScoreModel:
     """Loads a reward model, or a language model with a new scalar head. With `trained`, raises UsageError if
     the model has no trained head.
@@ -86,8 +97,10 @@ def load_scorer(
     precedence. tokenizer: required if the model will be saved. Tokenizer and model get the same padding
     token, which is not the end-of-sequence token. max_len: tokens of the longest sequence of the run, see
     `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images.
+    model_kwargs: see `apply_kwargs`.
     """
     config = load_unquantized(path, flag)
+    others = apply_kwargs(config, model_kwargs, path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
     config.num_labels = 1
     config.value_head_prefix = name
@@ -106,6 +119,7 @@ def load_scorer(
         dtype=DTYPES[dtype],
         key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
         **({} if experts is None else {"experts_implementation": experts}),
+        **others,
         **(nf4(dtype, config) if in_4bit else {}),
     )
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):

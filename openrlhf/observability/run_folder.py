@@ -50,6 +50,8 @@ OWN_FILES = (
     "rollouts",
     "report.html",
     "wandb_id.txt",
+    "mlflow_id.txt",
+    "swanlab_id.txt",
 )
 
 JOURNAL_FILE = re.compile(r"(?P<name>\w+)_(?P<step>\d+)\.(parquet|jsonl)")

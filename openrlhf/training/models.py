@@ -1,19 +1,33 @@
 """Loads the language models of training commands, with the precision and kernels of `ds.*`; tokenizers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import MODEL_FLAG
-from openrlhf.models.loading import load_causal_lm, load_tokenizer
+from openrlhf.models.loading import apply_kwargs, load_causal_lm, load_config, load_tokenizer
 
 
 def load_language_model(config: Any, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
-    return load_causal_lm(path, flag=flag, in_4bit=in_4bit, **loading_options(config))
+    return load_causal_lm(path, flag=flag, in_4bit=in_4bit, **loading_options(config, flag))
 
 
-def loading_options(config: Any) -> dict[str, Any]:
-    """Returns the arguments of all functions that load a model for training."""
+def model_kwargs(config: Any, flag: str) -> Mapping[str, Any]:
+    """Returns the options of transformers for the model that `flag` names. A reference has those of the model
+    that learns."""
+    first = next(iter(config.trained_models.values()))[0]
+    sections = (getattr(config, f.removeprefix("--").partition(".")[0]) for f in (flag, first))
+    return next(section.model_kwargs for section in sections if hasattr(section, "model_kwargs"))
+
+
+def check_kwargs(config: Any, path: str, flag: str) -> None:
+    """Raises UsageError for options of transformers that the model at `path` does not have."""
+    apply_kwargs(load_config(path, flag), model_kwargs(config, flag), path, flag)
+
+
+def loading_options(config: Any, flag: str) -> dict[str, Any]:
+    """Returns the arguments of all functions that load the model which `flag` names for training."""
     ds = config.ds
     return {
         "dtype": ds.param_dtype,
@@ -22,6 +36,7 @@ def loading_options(config: Any) -> dict[str, Any]:
         "liger": ds.use_liger_kernel,
         "max_len": config.data.max_len,
         "images": config.data.reads_images,
+        "model_kwargs": model_kwargs(config, flag),
     }
 
 

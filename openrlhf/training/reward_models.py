@@ -10,4 +10,4 @@ def load_reward_model(config: Any, path: str, flag: str, **options: Any) -> Scor
     """Loads a reward model, or a language model with a new head. `options`: further arguments of
     `load_scorer`."""
     head = config.ds.value_head_prefix
-    return load_scorer(path, flag=flag, head_prefix=head, **loading_options(config), **options)
+    return load_scorer(path, flag=flag, head_prefix=head, **loading_options(config, flag), **options)

@@ -341,7 +341,7 @@ def test_a_name_that_a_module_has_not(refused, files):
 @pytest.mark.parametrize(
     ("name", "code", "word"),
     [
-        ("wandbb", ErrorCode.INVALID_VALUE, "tensorboard, wandb"),
+        ("wandbb", ErrorCode.INVALID_VALUE, "tensorboard, trackio, wandb"),
         ("tracker.py:Mine", ErrorCode.NOT_FOUND, "tracker.py"),
         ("openrlhf.observability.observer:Mine", ErrorCode.USER_CODE, "Observer"),
     ],

@@ -207,8 +207,9 @@ def test_a_sender_does_not_wait_for_an_engine_that_has_failed(run_worker: Callab
 
 def test_vllm_takes_the_options_of_a_run_on_shared_gpus(tmp_path: Path, run_worker: Callable) -> None:
     """Options set batch sizes for throughput, a float32 head beside bf16 weights, and the memory that is
-    left."""
+    left. What is passed through wins."""
     model = str(tiny_family(tmp_path / "Qwen3", "Qwen3"))
-    options = asdict(replace(SHARED, model=model, float32_head=True))
+    passed = {"max_num_batched_tokens": 8192}
+    options = asdict(replace(SHARED, model=model, float32_head=True, engine_args=passed))
     (found,) = run_worker("engine_config", 1, options=options, free_fraction=0.5)
-    assert found == {"head": "torch.float32", "sequences": 1024, "tokens": 16384, "memory": 0.475}
+    assert found == {"head": "torch.float32", "sequences": 1024, "tokens": 8192, "memory": 0.475}

@@ -18,6 +18,8 @@ from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
 
 PROMPT = [10, 20, 30, 40, 50]
+PASSED = {"max_num_seqs": 7, "scheduling_policy": "priority"}
+"""Options of vLLM without a flag, which its engine gets."""
 TOLERANCE = 1e-4
 """Largest difference of log-probs, nats: float32 logits are sums of a few hundred products, here by two
 programs."""
@@ -68,6 +70,7 @@ def options_of(name: str, path: str | Path) -> EngineOptions:
         transfer_backend="ray",
         on_gpu=False,
         enable_sleep=True,
+        engine_args=PASSED if name == "vllm" else {},
     )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from openrlhf.config.pass_through import merge
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.memory.training import bucket_elements
@@ -9,7 +10,8 @@ from openrlhf.memory.training import bucket_elements
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False) -> dict:
     """Returns the configuration of a trained model. Gradient accumulation is set to 1, because the number of
-    micro-batches differs from step to step; DeepSpeedEngine sets the accumulation boundary itself."""
+    micro-batches differs from step to step; DeepSpeedEngine sets the accumulation boundary itself.
+    `ds.config` comes last: `owned_options` has refused what would change the rest."""
     zero = _zero_section(ds)
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
@@ -19,7 +21,7 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False)
     accumulated = ds.grad_accum_dtype or ("fp32" if ds.zero_stage >= 2 else None)
     if accumulated is not None:
         config["data_types"] = {"grad_accum_dtype": accumulated}
-    return config
+    return merge(config, ds.config)
 
 
 def inference_config(ds: DeepSpeedConfig, *, offload: bool) -> dict:

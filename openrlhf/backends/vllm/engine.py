@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineDied, EngineOptions
 from openrlhf.backends.vllm import parent_death_guard
 from openrlhf.backends.vllm.requests import completions, library, vllm_params
+from openrlhf.backends.vllm.support import engine_arguments
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
@@ -113,9 +115,9 @@ def _speculation_options(options: EngineOptions) -> dict[str, Any] | None:
 
 @contextmanager
 def refusals(options: EngineOptions) -> Iterator[None]:
-    """Converts the ValueError with which vLLM refuses to start to UsageError: any with speculative decoding,
-    and otherwise that of its `ModelConfig`, which pydantic checks. Its other configurations follow from flags
-    and checks of this package, not from the model."""
+    """Converts the ValueError with which vLLM refuses to start to UsageError: any with speculative
+    decoding or options passed through, and otherwise that of its `ModelConfig`, which pydantic checks. Its
+    other configurations follow from flags and checks of this package, not from the model."""
     try:
         yield
     except ValueError as error:
@@ -127,6 +129,9 @@ def refusals(options: EngineOptions) -> Iterator[None]:
         if options.speculation is not None:
             flag, value = "--vllm.speculative", json.dumps(options.speculation)
             text = f"vLLM refuses it: {reason}\nChange it, or remove it."
+        elif options.engine_args:
+            flag, value = "--vllm.engine_args", json.dumps(options.engine_args)
+            text = f"vLLM does not start with it: {reason}\nChange it, or remove it."
         elif listed is not None and getattr(error, "title", "") == "ModelConfig":
             flag, value = options.model_flag, options.model
             text = f"vLLM does not run this model: {reason}"
@@ -192,7 +197,10 @@ class VLLMEngine:
         kv_cache_gb = options.kv_cache_gb
         if kv_cache_gb is None and not options.on_gpu:
             kv_cache_gb = CPU_KV_CACHE_GB
-        arguments = vllm.AsyncEngineArgs(
+        given = engine_arguments(options.engine_args)
+        overrides = {"head_dtype": "float32"} if options.float32_head else {}
+        arguments = partial(
+            vllm.AsyncEngineArgs,
             model=model_folder(options.model, weights=options.load_weights),
             trust_remote_code=False,
             load_format="auto" if options.load_weights else "dummy",
@@ -219,7 +227,7 @@ class VLLMEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             generation_config="vllm",
-            hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
+            hf_overrides=overrides | given.pop("hf_overrides", {}),
             # Log-probs of the sampling distribution: after temperature, top-k and top-p.
             logprobs_mode="processed_logprobs",
             max_logprobs=options.max_logprobs,
@@ -227,7 +235,7 @@ class VLLMEngine:
             weight_transfer_config=vllm.WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
             speculative_config=_speculation_options(options),
             **_lora_arguments(options.lora),
-        )
+        )(**given)
         with refusals(options):
             self.llm: AsyncLLM = vllm.AsyncLLM.from_engine_args(
                 arguments,

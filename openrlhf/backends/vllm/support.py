@@ -3,14 +3,20 @@ an engine starts. The tables are those of the vLLM release that this package req
 is refused by vLLM itself, see `refusals` in engine.py."""
 
 import ast
+import difflib
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import transformers
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.backends.vllm.requests import library
+from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.models.loading import has_experts, load_config
 from openrlhf.plugins import entry_points
 
@@ -95,6 +101,33 @@ def takes_adapters(architecture: str) -> bool | None:
         if bases and all(b in classes or b in PLAIN_BASES or b.startswith("Supports") for b in bases):
             return False
     return None
+
+
+def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `--vllm.engine_args` with the types of vLLM's EngineArgs. Raises UsageError for a name or a
+    value that they do not have. Imports vLLM if there are any; without vLLM they are returned as they are."""
+    if not given or find_spec("vllm") is None:
+        return dict(given)
+    known = {field.name: field.type for field in fields(library().AsyncEngineArgs)}
+    return {name: _argument(name, value, known) for name, value in given.items()}
+
+
+def _argument(name: str, value: Any, known: Mapping[str, Any]) -> Any:
+    flag = f"--vllm.engine_args.{name}"
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "remove it"
+        raise UsageError(ErrorCode.UNKNOWN_FLAG, f"vLLM's EngineArgs have no such field; {remedy}", flag=flag)
+    kind = known[name]
+    if isinstance(kind, str):  # refers to a class that is not imported
+        return value
+    own = is_dataclass(kind) or is_dataclass(type(value))  # has settings of its own
+    settings = None if own else ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)
+    try:
+        return TypeAdapter(kind, config=settings).validate_python(value)
+    except ValidationError as error:
+        text = f"vLLM expects another value: {first_line(ValueError(error.errors()[0]['msg']))}"
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag=flag, value=json.dumps(value)) from error
 
 
 def _implementations(architecture: str) -> list[tuple[str, str]]:

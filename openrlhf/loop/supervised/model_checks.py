@@ -10,7 +10,7 @@ from openrlhf.models.experts import check_experts, check_routers
 from openrlhf.models.loading import check_model, processor_around
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
-from openrlhf.training.models import load_run_tokenizer
+from openrlhf.training.models import check_kwargs, load_run_tokenizer
 
 
 def check_models(task: Task) -> None:
@@ -18,6 +18,7 @@ def check_models(task: Task) -> None:
     config, own = task.config, task.config.model.model_name_or_path
     for flag, path in task.models().items():
         check_model(path, flag)
+        check_kwargs(config, path, flag)
     check_saving(own, MODEL_FLAG, reader_of(config))
     if config.model.aux_loss_coef > 0:
         check_experts(own, MODEL_FLAG)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar
 
 from openrlhf.config.sections import LoggerConfig
@@ -36,6 +37,10 @@ class Tracker(Selectable, ABC):
     """Command that installs that package."""
 
     run: TrackedRun = field(init=False, repr=False)
+
+    def library(self) -> Any:
+        """Imports `package`, which may be missing and take seconds."""
+        return import_module(self.package)
 
     def open(self, run: TrackedRun) -> None:
         """Begins to track a run. Called once, before anything is logged. An exception of a user's tracker

@@ -2,6 +2,7 @@
 
 COMMANDS = {
     "init": ("init", "ask a few questions and write a commented configuration for a training run"),
+    "schema": ("schema", "print the JSON Schema of a command's YAML file, with which editors complete it"),
     "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
     "check": ("check", "check a training run before it starts, and list all problems"),
     "rehearse": ("rehearse", "run a training command in minutes on CPU cores, with shrunk models"),

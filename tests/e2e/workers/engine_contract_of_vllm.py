@@ -5,10 +5,12 @@ import json
 import sys
 from pathlib import Path
 
-from engine_contract import CHECKS, Setting, with_engine
+from engine_contract import CHECKS, PASSED, Setting, with_engine
 
 
 async def all_checks(setting: Setting) -> None:
+    found = setting.engine.llm.vllm_config.scheduler_config
+    assert (found.max_num_seqs, found.policy) == (PASSED["max_num_seqs"], PASSED["scheduling_policy"])
     for check in CHECKS:
         print(check.__name__, flush=True)
         await check(setting)

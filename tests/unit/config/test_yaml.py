@@ -160,6 +160,7 @@ def another_value(field, default):
         "TEXT ...": ["a", "b c"],
         "FLOAT ...": ["0.25", "0.5", "0.75"],
         "FLOAT FLOAT": ["0.25", "0.75"],
+        "JSON": ['{"name": {"inner": [1, "1", null, true]}}'],
     }[kind]
 
 

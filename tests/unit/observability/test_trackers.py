@@ -25,6 +25,7 @@ from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metr
 from openrlhf.observability.trackers.tensorboard import TensorBoardTracker
 from openrlhf.observability.trackers.wandb import WandbTracker
 
+NAMES = ("wandb", "trackio", "mlflow", "swanlab")
 SECRET = "0123456789abcdef0123456789abcdefMARKER00"
 
 
@@ -248,7 +249,7 @@ def test_tensorboard_tables_are_markdown(tmp_path):
         ("tensorboard", LoggerConfig(tensorboard_dir="tb"), "--logger.tensorboard_dir"),
         ("tensorboard", LoggerConfig(trackers=("tensorboard",)), "--logger.trackers tensorboard"),
         ("wandb", LoggerConfig(wandb=WandbConfig(key=SECRET)), "--logger.wandb.key"),
-        ("wandb", LoggerConfig(trackers=("wandb",)), "--logger.trackers wandb"),
+        *((n, LoggerConfig(trackers=(n,)), f"--logger.trackers {n}") for n in NAMES),
     ],
 )
 def test_a_missing_package_is_named_with_the_remedy(monkeypatch, package, logger, flag):
@@ -347,7 +348,8 @@ def test_a_tracker_of_a_users(csv_file, tmp_path, name):
 
 
 def test_ours_are_named_by_their_files(tmp_path):
-    assert TRACKERS.ours == {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+    assert set(TRACKERS.ours) == {"tensorboard", "wandb", "trackio", "mlflow", "swanlab"}
+    assert (TRACKERS.ours["tensorboard"], TRACKERS.ours["wandb"]) == (TensorBoardTracker, WandbTracker)
     observe(tmp_path, LoggerConfig(trackers=("tensorboard",)))
     assert any((tmp_path / "tensorboard").iterdir())
 
@@ -362,7 +364,7 @@ OWN = "CsvTracker, Silent, Failing, Needy, Aside"
         ("mine.py:Cvs", USER, OWN),
         ("mein.py:CsvTracker", USER, "mein.py"),
         ("csv_watch:CsvTracker", USER, "'csv_watch'"),
-        ("wanbd", VALUE, "tensorboard, wandb, csv"),
+        ("wanbd", VALUE, "mlflow, swanlab, tensorboard, trackio, wandb, csv"),
         ("mine.py", USER, OWN),
         ("mine.py:Aside", USER, "{file}: line 28: Aside"),
         ("mine.py:Silent", USER, "{file}: line 18: Silent must define log"),

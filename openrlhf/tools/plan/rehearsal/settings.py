@@ -116,6 +116,7 @@ def _everywhere(config: Any, scale: Scale) -> dict[str, Any]:
         "ds.use_universal_ckpt": False,
         "ds.adam_offload": False,
         "ds.attn_implementation": ds.attn_implementation if keeps_kernel else "auto",
+        "ds.config": type(ds.config)(),
         "ds.zpg": min(ds.zpg, scale.ranks),
         "ds.ring_attn_size": scale.sequence,
         "ds.tensor_parallel_size": scale.tensor,
@@ -192,6 +193,7 @@ def _ppo(config: PPOConfig, scale: Scale) -> dict[str, Any]:
         "vllm.pipeline_parallel_size": 1,
         "vllm.speculative": None if _needs_draft(config) else config.vllm.speculative,
         "vllm.kv_cache_gb": None,
+        "vllm.engine_args": type(config.vllm.engine_args)(),
         "placement": "manual",
     }
 
@@ -248,6 +250,8 @@ REASONS: Mapping[str, str] = {
     "vllm.tensor_parallel_size": "tensor parallelism of an engine over more processes",
     "vllm.pipeline_parallel_size": "pipeline parallelism of an engine",
     "vllm.speculative": "speculative decoding with a draft model",
+    "vllm.engine_args": "these options of vLLM, which may need a GPU",
+    "ds.config": "these options of DeepSpeed, which may need a GPU",
     "rollout.engine": "vLLM, because its build for CPUs is not installed; transformers samples instead",
     "algo.dynamic_filtering_enable": "dynamic filtering, which would drop all groups of a random model",
     "ckpt.push_to_hub": "the upload",

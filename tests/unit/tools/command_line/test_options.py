@@ -25,6 +25,7 @@ LEAST: dict[str, tuple[str, dict[str, Any]]] = {
         dict.fromkeys(("what", "model", "data", "gpus", "output", "reward"))
         | {"file": Path("run.yaml"), "yes": False},
     ),
+    "schema": ("sft", {"command": "sft"}),
     "plan": ("", PLAN | {"json": False}),
     "check": ("", PLAN | {"no_color": False}),
     "rehearse": ("", PLAN | {"json": False, "keep": False}),
