@@ -89,11 +89,12 @@ def _group(field: Field) -> str:
 
 
 def old_names(command: Command) -> dict[str, list[str]]:
-    """Returns flag -> its old names."""
+    """Returns flag -> its old names. Those of an option that is passed through are of its flag."""
     names: dict[str, list[str]] = {}
+    known = list_flags(command.config_type)
     for old, flag in command.old_flags.items():
         for key in flag.to:
-            names.setdefault(key, []).append(old)
+            names.setdefault(key if key in known else key.rpartition(".")[0], []).append(old)
     return names
 
 

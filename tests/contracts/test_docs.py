@@ -183,7 +183,7 @@ def test_flags_of_the_text_exist(page: Path) -> None:
     name older ones. Commands are checked above."""
     known = {name for command in COMMANDS for name in list_flags(command.config_type)} | OPTIONS
     known.add("algo.options.NAME")  # options of the classes that other flags select
-    if page.name in ("release_notes.md", "flags.md"):
+    if page.name in ("agents.md", "flags.md", "generations.md", "release_notes.md"):
         known |= {name for command in COMMANDS for name in command.old_flags}
     named = re.findall(r"(?<!\w)--([a-zA-Z][\w.-]*\w)(?!\w|\.\*)", CODE.sub("", page.read_text()))
     open_ended = tuple(

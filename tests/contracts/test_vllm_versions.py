@@ -54,7 +54,7 @@ def fields_of(module: str, classes: set[str], wheel: zipfile.ZipFile) -> set[str
 def options_that_the_engine_sets() -> set[str]:
     tree = ast.parse((ROOT / "openrlhf" / "backends" / "vllm" / "engine.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    (call,) = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "AsyncEngineArgs"]
+    (call,) = [c for c in calls if c.args and ast.unparse(c.args[0]) == "vllm.AsyncEngineArgs"]
     return {keyword.arg for keyword in call.keywords if keyword.arg}
 
 
