@@ -66,7 +66,8 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.choices import OneOf as FlagChoices
     from openrlhf.config.command import Command, Explicit, SECRETS as SECRET_FLAGS
     from openrlhf.config.fields import (
-        find_change as resume_change, list_flags, flat as flat_settings, to_words, flag_values, with_values,
+        find_change as resume_change, list_flags, flat as flat_settings, tables as flag_tables, to_words,
+        flag_values, with_values,
     )
     from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
     from openrlhf.config.inference_commands import BATCH_INFERENCE, CHAT, LORA_COMBINER, SERVE_RM

@@ -9,7 +9,7 @@ from records import trajectory
 
 from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, RewardConfig
-from openrlhf.observability.rollout_metrics import rollout_metrics
+from openrlhf.observability.rollout_metrics import OF_SOURCES, rollout_metrics
 from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.collect import FilterResult
 from openrlhf.training.evaluate import evaluation_metrics
@@ -73,6 +73,7 @@ def all_names() -> set[str]:
     filtering = {f"rollout/{filter_result}_ratio" for filter_result in FilterResult}
     memory = memory_metrics([dict.fromkeys((*PHASES.values(), "generate", "sync"), 0)]).keys()
     balance = {"policy/balance_loss", "critic/balance_loss"}
+    balance |= {f"rollout/math_{name}" for name in OF_SOURCES}
     return (
         emitted() | written() | memory | filtering | balance | ENGINE | {f"critic/{name}" for name in ENGINE}
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 import pytest
 import torch
 from architectures import tiny_config, tiny_model
+from four_bits import right_weights
 from judged_answers import PLACEHOLDER, TaskFiles
 
 from openrlhf.config.choices import SequenceParallelMode
@@ -124,7 +125,7 @@ CHECKPOINTING = {"checkpointing": True}
     ("num_ranks", "options"),
     [
         (2, {"stage": 2, "lora_rank": 4, **CHECKPOINTING, "on_host": True}),
-        pytest.param(1, {"stage": 2, "lora_rank": 4, "in_4bit": True}, marks=slow),
+        pytest.param(1, {"stage": 2, "lora_rank": 4, "in_4bit": True}, marks=[slow, right_weights]),
         pytest.param(1, {"stage": 0, **CHECKPOINTING, "reentrant": True}, marks=slow),
         pytest.param(2, {"stage": 3, **CHECKPOINTING}, marks=slow),
         pytest.param(2, {"stage": 3, "lora_rank": 4, **CHECKPOINTING, "reentrant": True}, marks=slow),

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_async_rl
+from four_bits import right_weights
 from safetensors.torch import load_file
 from test_async_rl import AHEAD, PLACES, check_log_probs, steps_of
 from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
@@ -85,6 +86,7 @@ def test_a_request_goes_on_with_the_next_adapter(task: TaskFiles, tmp_path: Path
 
 
 @pytest.mark.slow
+@right_weights
 @pytest.mark.parametrize("lora_sync", ["merged", "adapter"])
 def test_a_policy_of_four_bits(task: TaskFiles, tmp_path: Path, lora_sync: str) -> None:
     """The engine holds the weights that the four bits stand for; in bf16 its products differ in the last of 8

@@ -3,20 +3,23 @@
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from openrlhf.api import DPO, KD, KTO, PPO, PRM, RM, SFT, Command, ErrorCode, UsageError, list_flags
 from openrlhf.api import OPTION_PREFIX as PREFIX
-from openrlhf.api import SupervisedTask as Task
 from openrlhf.api import flat_settings as flat
+
+if TYPE_CHECKING:
+    from openrlhf.api import SupervisedTask  # imports transformers
 
 TRAINING: tuple[Command, ...] = (PPO, SFT, RM, PRM, DPO, KTO, KD)
 """Commands that train."""
 SUPERVISED = tuple(command.name for command in TRAINING if command is not PPO)
 
 
-def find_task_type(name: str) -> type[Task]:
+def find_task_type(name: str) -> "type[SupervisedTask]":
     """Returns the task of a supervised command."""
     return import_module(f"openrlhf.cli.train_{name}").load_task()
 

@@ -13,6 +13,7 @@ from openrlhf.api import (
     FlagChoices,
     FlagRange,
     PassThrough,
+    flag_tables,
     flag_values,
     list_flags,
     short_errors,
@@ -58,6 +59,12 @@ def schema(command: Command) -> dict[str, Any]:
         if _is_json(default := defaults[key]) and key != "logger.wandb.run_name":  # its default is unique
             own["default"] = default
         _insert(root, key, own)
+    for table, entry in flag_tables(command.config_type).items():
+        flags = _section(" ".join((entry.__doc__ or "").split()))
+        for key, field in list_flags(entry).items():
+            _insert(flags, key, schema_of(field.type) | {"description": field.help})
+        names = {"type": ["object", "null"], "additionalProperties": flags}
+        _insert(root, table, names | {"description": f"{table}.NAME.*: {flags['description']}"})
     if command.selected(command.config_type()):
         own = {"type": ["object", "null"], "description": "Options of the classes that other flags select."}
         _insert(root, OPTION_PREFIX.rstrip("."), own)

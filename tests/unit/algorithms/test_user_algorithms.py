@@ -259,8 +259,8 @@ def test_an_option_of_two_classes_is_refused(tmp_path, capsys):
 
 
 def test_an_unknown_name_is_refused(capsys):
-    error = refusal(capsys, ESTIMATOR, "grpo")
-    assert (error.code, error.place) == (ErrorCode.INVALID_VALUE, f"{ESTIMATOR} grpo")
+    error = refusal(capsys, ESTIMATOR, "gpro")
+    assert (error.code, error.place) == (ErrorCode.INVALID_VALUE, f"{ESTIMATOR} gpro")
     assert "group_norm, " in error.text
 
 

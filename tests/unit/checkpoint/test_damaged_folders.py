@@ -39,7 +39,7 @@ def save(checkpoints: CheckpointFolder, step: int) -> None:
         for place in checkpoints.folders:
             made = place / UNFINISHED / f"global_step{step}"
             (made / "inside").mkdir(parents=True)
-            for name, size in {"weights.pt": 3000, "optimizer.pt": 9000, "inside/rank_1": 50}.items():
+            for name, size in {"weights.pt": 3000, "optimizer.pt": 90_000, "inside/rank_1": 50}.items():
                 (made / name).write_bytes(rng.randbytes(size))
             (place / UNFINISHED / "zero_to_fp32.py").write_text("script")
 
@@ -98,7 +98,7 @@ def test_every_damage_is_found_and_an_older_one_taken(copy: Path, kind: str, par
 
 
 def test_the_structure_alone_finds_all_but_changes_inside_of_large_files(copy: Path, monkeypatch) -> None:
-    monkeypatch.setattr("openrlhf.checkpoint.manifest.SMALL", 8900)
+    monkeypatch.setattr("openrlhf.checkpoint.manifest.SMALL", 80_000)
     rng, newest = random.Random(1), copy / "_actor" / "global_step6"
     for name, kind, is_found in [
         ("optimizer.pt", "flip", False),

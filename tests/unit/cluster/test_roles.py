@@ -30,6 +30,9 @@ class Board:
     def read_beat(self, actor: str) -> None:
         return None
 
+    def read_draining(self) -> dict[str, int]:
+        return {}
+
     def ask_for_stacks(self) -> None:
         pass
 
