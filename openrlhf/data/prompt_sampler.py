@@ -181,7 +181,7 @@ class Shuffled(Curriculum):
 
     position: int = field(init=False, default=0)
     order: list[int] = field(init=False, default_factory=list)
-    """That of the current epoch; empty: not known yet."""
+    """The order of the current epoch; empty: not known yet."""
 
     def choose(self) -> int:
         epoch, i = divmod(self.position, len(self.prompts))

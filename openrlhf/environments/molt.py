@@ -53,7 +53,7 @@ class ChatAgent:
 
 
 class ChatContext(SimpleNamespace):
-    """What a ChatAgent knows of its episode."""
+    """The episode of a ChatAgent, as it sees it."""
 
 
 class Runner:

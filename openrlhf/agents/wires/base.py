@@ -1,4 +1,4 @@
-"""What the server knows of an API, and what the translations share."""
+"""The record of an API that the server answers, and the functions that its translations share."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
