@@ -148,15 +148,13 @@ class PromptSampler:
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "seed": self._seed,
-            "num_prompts": len(self._prompts),
-            "fingerprint": self._prompts.fingerprint(),
+            **_identity(self._prompts, self._seed),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the position that `state` holds. Raises UsageError when it was written with other
         prompts."""
-        _check_same_prompts(state, self.state_dict())
+        _check_same_prompts(state, self._prompts, self._seed)
         epoch = state["epoch"] if "epoch" in state else state["episode"]  # name of the key in version 1
         self._start(epoch, state["position"])
 
@@ -166,12 +164,16 @@ class PromptSampler:
         self._order = self.order(epoch)
 
 
-def _check_same_prompts(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    for key in ("seed", "num_prompts", "fingerprint"):
-        if state[key] != here[key]:
+def _identity(prompts: PromptDataset, seed: int) -> dict[str, Any]:
+    return {"seed": seed, "num_prompts": len(prompts), "fingerprint": prompts.fingerprint()}
+
+
+def _check_same_prompts(state: Mapping[str, Any], prompts: PromptDataset, seed: int) -> None:
+    for key, here in _identity(prompts, seed).items():
+        if state[key] != here:
             raise UsageError(
                 ErrorCode.OTHER_RUN,
-                f"the checkpoint belongs to other prompts: {key} was {state[key]}, and is {here[key]}.\n"
+                f"the checkpoint belongs to other prompts: {key} was {state[key]}, and is {here}.\n"
                 "Resume with the same --data.prompt_dataset, templates and seed, or start a new run.",
             )
 
@@ -262,15 +264,13 @@ class PromptDraws:
         return {
             "drawn": dict(self._drawn),
             "curricula": {task: own.state_dict() for task, own in self._curricula.items()},
-            "seed": self._seed,
-            "num_prompts": len(self._prompts),
-            "fingerprint": self._prompts.fingerprint(),
+            **_identity(self._prompts, self._seed),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state returned by `state_dict`. Raises UsageError when it was written with other
         prompts."""
-        _check_same_prompts(state, self.state_dict())
+        _check_same_prompts(state, self._prompts, self._seed)
         self._drawn = Counter(state["drawn"])
         for task, curriculum in self._curricula.items():
             curriculum.load_state_dict(state["curricula"][task])

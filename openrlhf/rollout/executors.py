@@ -6,12 +6,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentExecutorBase, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.errors import ErrorCode, RunError
+from openrlhf.plugins import entry_points
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
 from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_queue_executor, step_environment
 from openrlhf.user_file import (
@@ -35,8 +35,9 @@ FORM = (
 )
 
 
-MOLT = "openrlhf.environments.molt"
-"""Module that adapts agent files of Molt, whose class is `AgentRunner`."""
+ADAPTERS = "openrlhf.attached.agent_file"
+"""Entry points of functions that make the agent files of another library loadable, by the name of the package
+that such files import. Each returns a function from a file's class, `AgentRunner`, to that of an executor."""
 
 
 class EnvironmentFailed(Exception):
@@ -85,9 +86,11 @@ def load_agent(
     place, given = split(reference)
     name = given or "AgentExecutor"
     form = FORM.format(name)
-    adapt = import_module(MOLT).adapter() if imports(place, "molt") else lambda found: found
+    adapters = [point.load()() for point in entry_points(ADAPTERS) if imports(place, point.name)]
     module = import_place(place, "agent_func")
-    found = adapt(getattr(module, name, None if given else getattr(module, "AgentRunner", None)))
+    found = getattr(module, name, None if given else getattr(module, "AgentRunner", None))
+    for adapt in adapters:
+        found = adapt(found)
     if not inspect.isclass(found):
         if not given and has_step(module):
             return lambda setting: MultiTurnAgentExecutor(step_environment(place))

@@ -1,12 +1,13 @@
 """Base class of trackers and the description of the run that they track."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
 from openrlhf.config.sections import LoggerConfig
+from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.registry import Selectable
 from openrlhf.types import Metrics
@@ -41,6 +42,14 @@ class Tracker(Selectable, ABC):
     def library(self) -> Any:
         """Imports `package`, which may be missing and take seconds."""
         return import_module(self.package)
+
+    def kept_id(self, make: Callable[[], str]) -> str:
+        """Returns the id by which the tracker knows the run: that in the file `{name}_id.txt` of the run
+        folder, so that a resumed run has the same, or else what `make` returns."""
+        file = self.run.folder.path / f"{self.name}_id.txt"
+        if not file.exists():
+            write_atomically(file, [make()])
+        return file.read_text()
 
     def open(self, run: TrackedRun) -> None:
         """Begins to track a run. Called once, before anything is logged. An exception of a user's tracker

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.files import write_atomically
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
 from openrlhf.types import Metrics
 
@@ -26,15 +25,16 @@ class MLflowTracker(Tracker):
         self._metric = mlflow.entities.Metric
         is_local = "MLFLOW_TRACKING_URI" not in os.environ
         self._client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db" if is_local else None)
-        file = folder / "mlflow_id.txt"
-        if not file.exists():
+        place = str(folder / "mlflow") if is_local else None
+
+        def create() -> str:
             known = self._client.get_experiment_by_name(flags.project)
-            place = str(folder / "mlflow") if is_local else None
             made = known.experiment_id if known else self._client.create_experiment(flags.project, place)
-            info = self._client.create_run(made, run_name=flags.run_name).info
-            self._client.log_dict(info.run_id, run.folder.read_config(), "config.yaml")
-            write_atomically(file, [info.run_id])
-        self._id = file.read_text()
+            run_id = self._client.create_run(made, run_name=flags.run_name).info.run_id
+            self._client.log_dict(run_id, run.folder.read_config(), "config.yaml")
+            return run_id
+
+        self._id = self.kept_id(create)
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = int(time.time() * 1000)

@@ -4,7 +4,6 @@ import logging
 import uuid
 
 from openrlhf.errors import first_line
-from openrlhf.files import write_atomically
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
 from openrlhf.types import Metrics
 
@@ -25,15 +24,12 @@ class SwanLabTracker(Tracker):
     def open(self, run: TrackedRun) -> None:
         super().open(run)
         swanlab, flags, folder = self.library(), run.logger.wandb, run.folder
-        file = folder.path / "swanlab_id.txt"
-        if not file.exists():
-            write_atomically(file, [uuid.uuid4().hex[:21]])
         options = {
             "project": flags.project,
             "workspace": flags.org,
             "group": flags.group,
             "name": flags.run_name,
-            "id": file.read_text(),
+            "id": self.kept_id(lambda: uuid.uuid4().hex[:21]),
             "resume": "allow",
             "config": folder.read_config(),
             "log_dir": str(folder.path / "swanlab"),

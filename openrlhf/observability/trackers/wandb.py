@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.errors import REDACTED, ErrorCode, UsageError
-from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import redact
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
 from openrlhf.types import Metrics
@@ -28,9 +27,8 @@ class WandbTracker(Tracker):
 
     def open(self, run: TrackedRun) -> None:
         super().open(run)
-        import wandb
-
-        self._wandb, flags, folder = wandb, run.logger.wandb, run.folder
+        self._wandb = wandb = self.library()
+        flags, folder = run.logger.wandb, run.folder
         # A saved config.yaml has REDACTED instead of a key; its user's own key is used then.
         from_environment = flags.key in (None, "True", "true", REDACTED)
         key = None if from_environment else read_key(str(flags.key))
@@ -39,7 +37,7 @@ class WandbTracker(Tracker):
             return wandb.init(
                 mode=mode,
                 dir=folder.path,
-                id=_wandb_id(folder.path / "wandb_id.txt"),
+                id=self.kept_id(lambda: uuid.uuid4().hex[:12]),
                 resume="allow",
                 project=flags.project,
                 entity=flags.org,
@@ -91,9 +89,3 @@ def read_key(value: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         text = f"the key cannot be read: {getattr(error, 'strerror', None) or error}"
         raise UsageError(ErrorCode.NOT_FOUND, text, flag="--logger.wandb.key", value=value) from error
-
-
-def _wandb_id(path: Path) -> str:
-    if not path.exists():
-        write_atomically(path, [uuid.uuid4().hex[:12]])
-    return path.read_text()
