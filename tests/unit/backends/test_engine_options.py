@@ -14,6 +14,7 @@ from vllm.config.lora import MaxLoRARanks
 
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import (
+    CPU_KV_CACHE_GB,
     VLLMEngine,
     _lora_arguments,
     _speculation_options,
@@ -24,11 +25,13 @@ from openrlhf.backends.vllm.weight_receiver import CheckedRay, WorkerExtension
 from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe
 from openrlhf.completions import SamplingParams
+from openrlhf.config import choices
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
-from openrlhf.config.sections import LoraConfig
+from openrlhf.config.sections import LoraConfig, ScorerDeepSpeedConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.models.loading import DTYPES
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.types import not_none
@@ -377,3 +380,28 @@ def test_a_model_that_vllm_refuses_is_told_with_its_flag():
         ModelConfig(architecture="Own")
     with pytest.raises(pydantic.ValidationError), refusals(options):  # not the model's fault
         SpeculativeConfig(method="other")
+
+
+@pytest.mark.parametrize("name", get_args(choices.ParamDtype))
+def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
+    """Weights of another precision could not be loaded bit by bit: fp16 is no exception."""
+
+    class Started(Exception):
+        pass
+
+    class Arguments:
+        def __init__(self, dtype: str, *, kv_cache_memory_bytes: int, **options) -> None:
+            raise Started(dtype, kv_cache_memory_bytes)
+
+    names = SimpleNamespace(
+        AsyncEngineArgs=Arguments,
+        WeightTransferConfig=lambda **options: None,
+        UsageContext=None,
+        AsyncLLM=None,
+    )
+    monkeypatch.setattr("openrlhf.backends.vllm.engine.library", lambda: names)
+    config = replace(PPOConfig(), ds=ScorerDeepSpeedConfig(param_dtype=name))
+    with pytest.raises(Started) as started:
+        asyncio.run(VLLMEngine(engine_options(config, on_gpu=False)).start())
+    dtype, cache = started.value.args
+    assert getattr(torch, dtype) is DTYPES[name] and cache == CPU_KV_CACHE_GB * 2**30

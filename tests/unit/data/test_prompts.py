@@ -8,13 +8,22 @@ import pytest
 from refusals import refused
 
 from openrlhf.config.fields import list_flags, with_values
-from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig, RewardConfig
+from openrlhf.config.ppo import (
+    ActorConfig,
+    AdvantageConfig,
+    AlgoConfig,
+    EvalConfig,
+    PPOConfig,
+    PromptDataConfig,
+    RewardConfig,
+)
 from openrlhf.data.files import REMEDY
 from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampler
 from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.models.loading import policy_tokenizer
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.training.rl_data import (
     build_data,
     build_prompt_datasets,
@@ -483,3 +492,22 @@ def test_a_policy_that_no_token_ends_is_told_before_it_runs(tmp_path, change, to
     stopped = replace(config, rollout=replace(config.rollout, stop=("\n",)))
     build_data(stopped)
     assert "warning" not in capsys.readouterr().err
+
+
+def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_tokenizer(tmp_path):
+    tiny_chat_model(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1 + 1"}\n')
+    template = "{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
+    config = PPOConfig(
+        actor=ActorConfig(model_name_or_path=str(tmp_path / "model")),
+        data=PromptDataConfig(
+            prompt_dataset=str(tmp_path / "prompts.jsonl"),
+            apply_chat_template=True,
+            tokenizer_chat_template=template,
+            max_len=64,
+        ),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo")),
+    )
+    prompts, _, tokenizer = build_prompt_datasets(config)
+    assert prompts[0].text == "Q: 1 + 1 A:"
+    assert tokenizer.chat_template == policy_tokenizer(config).chat_template == template

@@ -1,12 +1,16 @@
 """Batches of reward requests and their parts."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.rewards.calls import BatchedReward, BatchFailed, Call
+from openrlhf.rewards.remote import RemoteReward
 
 TIMEOUT = 20.0
 """Seconds after which a call without an answer fails a test."""
@@ -75,3 +79,23 @@ def test_an_error_of_any_kind_ends_its_calls_and_no_others(error: BaseException,
     source = Broken([])
     source.error = error
     assert answers(source, 20) == [ValueError] * 8 + [told] * 8 + [160.0, 170.0, 180.0, 190.0]
+
+
+def test_every_server_is_asked_and_none_is_asked_for_nothing():
+    """Five samples go to three servers; the reward of each is that of the server that was asked for it."""
+    urls = [f"http://server{i}/get_reward" for i in range(3)]
+    posted: list[tuple[str, int]] = []
+
+    class Servers(RemoteReward):
+        async def _post(self, url: str, body: bytes, count: int) -> list[Any]:
+            posted.append((url, count))
+            return [SimpleNamespace(reward=url)] * count
+
+    async def ask() -> list:
+        reward = Servers(urls, timeout=5.0, batch_size=1)
+        return await asyncio.gather(*(reward(f"text {i}", "text", "") for i in range(5)))
+
+    answers = asyncio.run(ask())
+    assert Counter(count for _, count in posted) == {1: 5}
+    assert Counter(url for url, _ in posted) == Counter([*urls, *urls[:2]])
+    assert Counter(answer.reward for answer in answers) == Counter(url for url, _ in posted)

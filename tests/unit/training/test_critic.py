@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records
@@ -13,10 +14,15 @@ from hypothesis import strategies as st
 from records import trajectory
 
 from openrlhf.algorithms.advantages.returns import explained_variance
+from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
+from openrlhf.mesh import Mesh
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.reference.outputs import values_of_row
+from openrlhf.training import trained_worker
+from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
 from openrlhf.types import Batch, ExperienceRow, LossNorm
 
 
@@ -117,3 +123,43 @@ def test_only_a_plain_language_model_gets_a_new_head(tmp_path):
         "Qwen3ForSequenceClassification"
     ]
     assert again.model.score.weight.isfinite().all()
+
+
+@pytest.mark.parametrize(("own", "expected"), [(0.5, 0.5), (0.0, 0.0), (None, 0.25)])
+def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
+    """A critic without a coefficient of its own takes the actor's; 0 is a coefficient."""
+    config = replace(
+        PPOConfig(), actor=ActorConfig(aux_loss_coef=0.25), critic=CriticConfig(aux_loss_coef=own)
+    )
+    objective = CriticWorker(config, 0, Mesh()).objective(0.0)
+    assert (objective.coef if isinstance(objective, BalancedObjective) else 0.0) == expected
+    of_policy = PolicyWorker(config, 0, Mesh()).objective(0.0)
+    assert isinstance(of_policy, BalancedObjective) and of_policy.coef == 0.25
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "expected"),
+    [(False, True, True), (True, False, False), (True, None, True), (False, None, False)],
+)
+def test_the_critic_recomputes_activations_by_its_own_flag(monkeypatch, actor, critic, expected):
+    config = replace(
+        PPOConfig(),
+        actor=ActorConfig(gradient_checkpointing_enable=actor),
+        critic=CriticConfig(gradient_checkpointing_enable=critic),
+    )
+    made = [
+        options_of_engine(worker_class, config, monkeypatch) for worker_class in (PolicyWorker, CriticWorker)
+    ]
+    assert [options["gradient_checkpointing"] for options in made] == [actor, expected]
+    assert made[0]["optim"] is config.actor and made[1]["optim"] is config.critic
+
+
+def options_of_engine(
+    worker_class: type, config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Returns the options that a worker builds its engine with."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(worker_class, "join", lambda self, address, port: None)
+    monkeypatch.setattr(trained_worker, "build_engine", lambda build, **options: made.update(options))
+    worker_class(config, 0, Mesh()).start("", 0, 10)
+    return made

@@ -13,7 +13,7 @@ from records import batch_of, trajectory
 from refusals import printed, refused
 from torch import nn
 
-from openrlhf.config.commands import SFT
+from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
 from openrlhf.models.experts import check_experts, check_routers, freeze_routers, recorded_balance
@@ -275,3 +275,22 @@ def test_a_model_without_routers_is_refused(folders: dict) -> None:
     assert "--actor.freeze_moe_router" in refusal.value.text
     for name in MODELS:
         check_routers(str(folders[name]), "--model", "--actor.freeze_moe_router")
+
+
+COMMAND = "--actor.model_name_or_path m --data.prompt_dataset d --reward.remote_url http://localhost:1/reward"
+REENTRANT = "--actor.gradient_checkpointing_reentrant"
+
+
+def test_the_variant_of_checkpointing_may_be_set_for_the_critic_alone():
+    config = parse(PPO, f"{COMMAND} --critic.gradient_checkpointing_enable {REENTRANT}".split()).config
+    assert config.actor.gradient_checkpointing_reentrant
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_checkpointing_that_hides_the_routers_from_the_balance_loss_is_refused(role, capsys):
+    words = f"--{role}.gradient_checkpointing_enable --{role}.aux_loss_coef 0.1"
+    with pytest.raises(SystemExit):
+        parse(PPO, f"{COMMAND} {words} {REENTRANT}".split())
+    (refusal,) = printed(capsys.readouterr().err)
+    assert (refusal.code, refusal.place) == ("unsupported", REENTRANT)
+    assert f"({role}.aux_loss_coef)" in refusal.text

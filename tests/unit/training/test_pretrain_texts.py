@@ -1,14 +1,18 @@
 """Texts of --data.pretrain_dataset, which a policy goes on learning in reinforcement learning."""
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from openrlhf.config.ppo import PPOConfig, PromptDataConfig, RolloutConfig, TrainConfig
 from openrlhf.data.order import epoch_order
+from openrlhf.mesh import Mesh
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.training.rl_data import build_pretrain_texts
+from openrlhf.training.trained_worker import PolicyWorker
 
 TEXTS = [f"{i} + {i}" for i in range(7)]
 
@@ -33,3 +37,11 @@ def test_as_many_texts_as_the_run_learns_in_its_order(tmp_path: Path, num_prompt
     assert [sample.token_ids.tolist() for sample in texts] == expected
     assert all(sample.action_mask.tolist() == [False] + [True] * (sample.length - 1) for sample in texts)
     assert build_pretrain_texts(PPOConfig(), tokenizer, num_prompts=2) is None
+
+
+def test_pretraining_texts_go_on_after_the_steps_that_are_done():
+    worker = PolicyWorker(PPOConfig(), 0, Mesh())
+    worker.model = SimpleNamespace(steps=3, load_checkpoint=lambda folder, tag: {})
+    worker.text_mini_batches = SimpleNamespace(endless=itertools.count)
+    worker.load_checkpoint("global_step1")
+    assert next(worker.text_rows) == 3

@@ -1,5 +1,6 @@
 """The workers of a run as a single rank in this process, with the torch backend and tiny models."""
 
+import copy
 import math
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import tiny_config, tiny_model
 from peft import PeftModel
 from records import batch_of, sequence, trajectory
 from refusals import refused
@@ -33,17 +35,20 @@ from openrlhf.config.ppo import (
     VllmConfig,
 )
 from openrlhf.config.sections import AdamConfig, LoraConfig, ScorerDeepSpeedConfig
+from openrlhf.data.scored import score_last
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
+from openrlhf.models.lora import prepare_for_training
+from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.reference.outputs import plain_log_probs, plain_score, values_of_row
 from openrlhf.training import trained_worker
 from openrlhf.training import worker as workers
 from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
-from openrlhf.training.worker import FrozenWorker, RewardWorker
-from openrlhf.types import Batch, PackedRow
+from openrlhf.training.worker import FrozenWorker, RewardWorker, row_groups
+from openrlhf.types import Batch, LossNorm, PackedRow
 
 PLACE = "127.0.0.1", 29999
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -493,3 +498,70 @@ def test_models_that_do_not_learn_are_built_as_the_flags_say(
     assert [type(model).__name__ for model in models] == ["ScoreModel", "ScoreModel", "PolicyModel"]
     assert models[2].model.name_or_path == str(folder / "other")
     assert AutoConfig.from_pretrained(folder / "rewards").mean == 0.5
+
+
+def test_one_more_token_than_two_rows_hold_needs_a_third():
+    """The rows have 21 tokens for a budget of 10: rounded down there would be two rows, and one of them too
+    long."""
+    assert len(row_groups([7, 7, 7], max_tokens=10, max_sequences=1)) == 3
+    rows = row_groups([5, 5, 5, 5, 1], max_tokens=10, max_sequences=1)
+    assert sorted(sum([5, 5, 5, 5, 1][i] for i in row) for row in rows) == [1, 10, 10]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("worker_class", [PolicyWorker, FrozenWorker])
+def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temperature):
+    """The log-probs are those before the update, of the policy and of its reference. The update computes them
+    in the same way, so that its first ratios are 1."""
+    config = replace(PPOConfig(), rollout=RolloutConfig(temperature=temperature))
+    policy = PolicyModel(tiny_model(tiny_config("qwen3"))).eval()
+    batch = Batch.of([trajectory(0.0, [2, 3, 4]), trajectory(1.0, [7, 8])])
+    worker = worker_class(config, 0, Mesh())
+    worker.model = SimpleNamespace(
+        forward=lambda rows, read: [read(policy, row) for row in rows],
+        shares_prefixes=False,
+        trains_on_prefixes=False,
+    )
+    with torch.no_grad():
+        found = torch.from_numpy(worker.forward(batch))
+        samples = [sequence(ids) for ids in ([1, 2, 3, 4], [1, 7, 8])]
+        expected = torch.cat([plain_log_probs(policy.model, sample, temperature) for sample in samples])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    if worker_class is PolicyWorker:
+        seen: list[Tensor] = []
+        ones = np.ones(len(found), np.float32)
+        learned = replace(batch, log_probs=found.numpy(), advantages=ones, returns=ones)
+        for row in worker.rows(learned, [0, 1]):
+            worker.objective(0.0, seen)(policy, row, LossNorm(5, 2))
+        torch.testing.assert_close(torch.cat(seen), found, atol=1e-5, rtol=0)
+
+
+def test_the_reference_of_adapters_is_the_model_without_them():
+    model = tiny_model(tiny_config("qwen3"))
+    batch = Batch.of([trajectory(0.0, [2, 3, 4])])
+    worker = PolicyWorker(replace(PPOConfig(), rollout=RolloutConfig()), 0, Mesh())
+    before = PolicyModel(copy.deepcopy(model)).eval()
+    ds = replace(worker.config.ds, lora=LoraConfig(rank=2, alpha=4, target_modules=("q_proj",)))
+    policy = PolicyModel(prepare_for_training(model, ds)).eval()
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    answer = lambda rows, read: [read(policy, row).detach() for row in rows]
+    worker.model = SimpleNamespace(forward=answer, module=policy, shares_prefixes=False)
+    with torch.no_grad():
+        expected = before(PackedRow.from_batch(batch)).log_probs.numpy()
+    assert worker.forward_without_adapters(batch) == pytest.approx(expected, abs=1e-6)
+    assert np.abs(worker.forward(batch) - expected).max() > 1e-3
+
+
+def test_rewards_of_packed_answers_go_to_their_samples():
+    """Rows hold the answers in another order, longest first; scores are normalized."""
+    config = replace(PPOConfig(), train=TrainConfig(dynamic_batch_enable=True, max_tokens_per_gpu=9))
+    worker = RewardWorker(config, 0, Mesh())
+    last_tokens = lambda rows, read: [row.token_ids[row.actions].float() for row in rows]
+    reader = lambda t: score_last(t.token_ids.tolist(), len(t.token_ids))
+    worker.models, worker.readers = [SimpleNamespace(forward=last_tokens, shares_prefixes=False)], [reader]
+    worker.statistics = [(10.0, 2.0)]
+    answers = [[30], [4, 4, 40], [50, 5], [6, 6, 6, 60]]
+    found = worker.forward([trajectory(0.0, answer) for answer in answers])
+    assert found.tolist() == [[(answer[-1] - 10) / 2] for answer in ([30], [40], [5], [60])]
