@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from judged_answers import TaskFiles, prepare
 from processes import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.word_problem import boxed_answer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +33,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
     """Writes word problems and an untrained model with their tokenizer."""
     folder = tmp_path_factory.mktemp("task")
     return prepare(folder, seed=0, num_pretrain=200, num_sft=200, num_prompts=64, num_eval=16)
+
+
+@pytest.fixture(scope="session")
+def whole_blocks(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
+    """The same problems with a model whose matrices have rows of whole blocks of NF4, 64 numbers:
+    bitsandbytes' kernel for CPUs with AVX-512 computes wrong weights of rows with half a block more."""
+    return replace(task, model=tiny_chat_model(tmp_path_factory.mktemp("whole_blocks"), hidden_size=192))
 
 
 @pytest.fixture

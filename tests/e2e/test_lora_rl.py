@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_async_rl
-from four_bits import right_weights
 from safetensors.torch import load_file
 from test_async_rl import AHEAD, PLACES, check_log_probs, steps_of
 from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
@@ -86,15 +85,14 @@ def test_a_request_goes_on_with_the_next_adapter(task: TaskFiles, tmp_path: Path
 
 
 @pytest.mark.slow
-@right_weights
 @pytest.mark.parametrize("lora_sync", ["merged", "adapter"])
-def test_a_policy_of_four_bits(task: TaskFiles, tmp_path: Path, lora_sync: str) -> None:
+def test_a_policy_of_four_bits(whole_blocks: TaskFiles, tmp_path: Path, lora_sync: str) -> None:
     """The engine holds the weights that the four bits stand for; in bf16 its products differ in the last of 8
     bits."""
     pytest.importorskip("bitsandbytes")
     flags = f"{FLAGS} {SHARED} --ds.load_in_4bit --vllm.lora_sync {lora_sync}"
     flags = flags.replace("param_dtype fp32", "param_dtype bf16")
-    metrics = train(task, tmp_path, flags)
+    metrics = train(whole_blocks, tmp_path, flags)
     assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)
     assert metrics[2]["mismatch/abs_diff_mean"] < 0.05
     assert all(t.ok for t in read_journal(tmp_path / "run" / "rollouts" / "step_000002.parquet"))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from four_bits import RIGHT, right_weights
 from judged_answers import TaskFiles
 from peft import PeftModel
 from processes import run_ranks
@@ -30,6 +29,8 @@ CASES = {
         {"stage": 2, "checkpointing": True},
         {"stage": 2, "backend": "torch"},
         {"stage": 3},
+        {"stage": 0, "in_4bit": True},
+        {"stage": 2, "in_4bit": True},
     ],
     2: [
         {"stage": 0, "targets_of_another": ["q_proj"]},
@@ -37,11 +38,8 @@ CASES = {
         {"stage": 2, "backend": "torch"},
         {"stage": 3, "backend": "torch", "checkpointing": True},
         {"stage": 3, "checkpointing": True},
+        {"stage": 2, "in_4bit": True},
     ],
-}
-FOUR_BITS = {
-    1: [{"stage": 0, "in_4bit": True}, {"stage": 2, "in_4bit": True}] if RIGHT else [],
-    2: [{"stage": 2, "in_4bit": True}] if RIGHT else [],
 }
 
 
@@ -102,13 +100,19 @@ def dense_gradients(base: Path, samples: list[Sample]) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_at_every_stage(
-    task: TaskFiles, run_worker: Callable, tmp_path: Path, samples: list[Sample], seen: dict, num_ranks: int
+    whole_blocks: TaskFiles,
+    run_worker: Callable,
+    tmp_path: Path,
+    samples: list[Sample],
+    seen: dict,
+    num_ranks: int,
 ) -> None:
+    model = whole_blocks.model
     torch.save([(s.token_ids, s.action_mask) for s in samples], tmp_path / "samples.pt")
-    cases = CASES[num_ranks] + FOUR_BITS[num_ranks]
-    arguments = {"model": str(task.model), "samples": str(tmp_path / "samples.pt"), "cases": cases}
+    cases = CASES[num_ranks]
+    arguments = {"model": str(model), "samples": str(tmp_path / "samples.pt"), "cases": cases}
     reports = run_worker("lora", num_ranks, **arguments)[0].values()
-    gradients, base = dense_gradients(task.model, samples), log_probs(load(task.model), samples)
+    gradients, base = dense_gradients(model, samples), log_probs(load(model), samples)
     for case, report in zip(cases, reports, strict=True):
         found = torch.load(Path(report["folder"], "found.pt"))
         in_4bit = case.get("in_4bit", False)
@@ -134,7 +138,7 @@ def test_adapters_at_every_stage(
         if "targets_of_another" in case:
             assert report["step"]["refused"] == ErrorCode.OTHER_RUN
         if not in_4bit:
-            check_files(task.model, Path(report["folder"]), samples, found["log-probs"])
+            check_files(model, Path(report["folder"]), samples, found["log-probs"])
 
 
 def check_files(base: Path, folder: Path, samples: list[Sample], expected: torch.Tensor) -> None:
@@ -150,11 +154,11 @@ def check_files(base: Path, folder: Path, samples: list[Sample], expected: torch
         assert not state.get("frozen_param_fragments")
 
 
-@right_weights
-def test_a_reward_model_of_four_bits_is_trained_and_merged(task: TaskFiles, tmp_path: Path) -> None:
+def test_a_reward_model_of_four_bits_is_trained_and_merged(whole_blocks: TaskFiles, tmp_path: Path) -> None:
+    model, pairs = whole_blocks.model, whole_blocks.pairs
     run = lambda command: run_ranks(shlex.split(command), log=tmp_path / "log")
     run(
-        f"openrlhf.cli.train_rm --model.model_name_or_path {task.model} --data.dataset {task.pairs} "
+        f"openrlhf.cli.train_rm --model.model_name_or_path {model} --data.dataset {pairs} "
         "--data.prompt_key prompt --data.apply_chat_template --data.max_samples 48 --train.batch_size 16 "
         "--train.micro_batch_size 8 --train.max_epochs 3 --adam.lr 1e-2 --ds.param_dtype fp32 "
         "--ds.load_in_4bit --ds.lora.rank 4 "
@@ -162,9 +166,7 @@ def test_a_reward_model_of_four_bits_is_trained_and_merged(task: TaskFiles, tmp_
     )
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert metrics[max(metrics)]["rm/loss"] < metrics[1]["rm/loss"] - 0.1
-    merge = (
-        f"--model_path {task.model} --lora_path {tmp_path / 'adapter'} --output_path {tmp_path / 'merged'}"
-    )
+    merge = f"--model_path {model} --lora_path {tmp_path / 'adapter'} --output_path {tmp_path / 'merged'}"
     run(f"openrlhf.cli.lora_combiner {merge} --is_rm --param_dtype fp32")
     merged = load_scorer(
         str(tmp_path / "merged"), flag="--model", dtype="fp32", attention="auto", trained=True
