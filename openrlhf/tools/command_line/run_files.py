@@ -1,9 +1,9 @@
 """Finds the command and the flags of a run that words describe: `RUN.yaml ...` or `COMMAND ...`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,7 +16,23 @@ if TYPE_CHECKING:
 
 TRAINING: tuple[Command, ...] = (PPO, SFT, RM, PRM, DPO, KTO, KD)
 """Commands that train."""
+ALONE: Mapping[str, Any] = {
+    "ckpt.disable_ds": False,
+    "ckpt.max_age_hours": None,
+    "ckpt.push_to_hub": None,
+    "logger.logging_steps": 1,
+    "logger.tensorboard_dir": None,
+    "logger.wandb.key": None,
+    "logger.trackers": None,
+    "logger.tracker_options": None,
+    "train.hooks": None,
+}
+"""Values of flags with which a tool runs steps of a user's run: they are logged and saved in the tool's
+folders, and nothing is sent elsewhere."""
 SUPERVISED = tuple(command.name for command in TRAINING if command is not PPO)
+
+MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
+"""Prefixes of metrics that depend on time or memory, and therefore differ between equal runs."""
 
 
 def find_task_type(name: str) -> "type[SupervisedTask]":

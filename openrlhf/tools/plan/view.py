@@ -5,24 +5,18 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from openrlhf.api import FITS, counted
 from openrlhf.api import layout_table as placement_table
+from openrlhf.tools.command_line.terminal import build_console, build_table
 from openrlhf.tools.plan.estimate import Change, RunPlan, advice, spelled
 from openrlhf.tools.plan.memory import PARTS, Demand
 
-WIDTH = 118
-"""Width of the tables in columns if stdout is no terminal."""
 GIB = 2**30
 MOST_LINES = 24
 """Maximum number of lines that the placement takes."""
-
-
-def build_console(stream: TextIO) -> Console:
-    return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
 
 
 def show(
@@ -64,10 +58,7 @@ def _verdict(plan: RunPlan) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     """Builds a table whose first column is text and whose others are numbers."""
-    found = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for i, column in enumerate(columns):
-        found.add_column(column, justify="right" if i else "left", overflow="fold")
-    return found
+    return build_table(title, *columns, right=columns[1:])
 
 
 def _models(plan: RunPlan) -> Table:

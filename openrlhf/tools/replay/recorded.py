@@ -12,9 +12,8 @@ from openrlhf.api import ORIGIN_FILE as ORIGIN
 from openrlhf.api import PPO, ErrorCode, RunIndex, UsageError
 from openrlhf.api import flat_settings as flat
 from openrlhf.api import reading_run as reading
+from openrlhf.tools.command_line.run_files import MEASURED
 
-MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
-"""Prefixes of metrics that depend on time or memory, and therefore differ between equal runs."""
 _MODULE = re.compile(r"openrlhf\.cli\.train_(\w+)")
 _TAG = re.compile(r"global_step(\d+)")
 

@@ -11,6 +11,7 @@ import yaml
 
 from openrlhf.api import LATEST_FILE as LATEST
 from openrlhf.api import PPO, ErrorCode, RunError, UsageError, num_samples, read_table, run_job
+from openrlhf.tools.command_line.run_files import ALONE
 from openrlhf.tools.replay.compare import Stage, stages
 from openrlhf.tools.replay.recorded import RecordedRun
 
@@ -19,20 +20,12 @@ THREADS = ("OMP_", "MKL_")
 STDERR = 2
 """File descriptor of stderr, to which the output of processes goes."""
 OWN_SETTINGS: Mapping[str, Any] = {
+    **ALONE,
     "ckpt.overwrite": True,
-    "ckpt.disable_ds": False,
     "ckpt.save_hf": False,
     "ckpt.async_save": False,
     "ckpt.max_num": 1000,
     "ckpt.max_mem": float("inf"),
-    "ckpt.max_age_hours": None,
-    "ckpt.push_to_hub": None,
-    "logger.logging_steps": 1,
-    "logger.tensorboard_dir": None,
-    "logger.wandb.key": None,
-    "logger.trackers": None,
-    "logger.tracker_options": None,
-    "train.hooks": None,
     "train.verify_steps": 0,
 }
 """Values of flags of saving, logging and checks with which steps are computed again."""

@@ -3,17 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from openrlhf.api import clean_text, format_number
+from openrlhf.tools.command_line.terminal import build_console, build_table
 from openrlhf.tools.replay.compare import Bisection, Settings, Stage, describe_cause
 from openrlhf.tools.replay.differences import Compared, shown
 from openrlhf.tools.replay.rerun import Replayed, Rerun
 
-WIDTH = 118
-"""Width of the tables in columns if stdout is no terminal."""
 MOST_ROWS = 30
 """Maximum number of differing quantities in a table."""
 MOST_STAGES = 4
@@ -24,7 +21,7 @@ class Screen:
     """The output of a comparison, on a terminal or in a file."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+        self._console = build_console(stream)
 
     def say(self, text: str, style: str = "") -> None:
         self._console.print(Text(clean_text(text), style=style), soft_wrap=True)
@@ -32,9 +29,8 @@ class Screen:
     def stage(self, stage: Stage) -> None:
         """Prints a table of the quantities of a stage that differ, and the names of equal ones."""
         title, differing = f"{stage.name} of step {stage.step}", stage.differing
-        made = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for name in ("quantity", "differs in", "largest", "first difference"):
-            made.add_column(name, justify="right" if name == "largest" else "left", overflow="fold")
+        columns = "quantity", "differs in", "largest", "first difference"
+        made = build_table(title, *columns, right=("largest",))
         for compared in differing[:MOST_ROWS]:
             largest = "" if compared.largest is None else format_number(compared.largest)
             cells = (compared.quantity, compared.number, largest, compared.first)
@@ -100,9 +96,7 @@ class Screen:
                 self._pairs(title, changed)
 
     def _pairs(self, title: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
-        made = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for name in ("", "first run", "second run"):
-            made.add_column(name, overflow="fold")
+        made = build_table(title, "", "first run", "second run")
         for name, values in changed.items():
             made.add_row(*(Text(clean_text(cell)) for cell in (name, *map(shown, values))))
         self._console.print(made)

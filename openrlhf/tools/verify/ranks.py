@@ -10,16 +10,14 @@ from pathlib import Path
 
 import torch
 
-from openrlhf.api import DEVICE_TYPE, init_distributed, leave_distributed, run_job, with_values
+from openrlhf.api import DEVICE_TYPE, init_distributed, leave_distributed, with_values
+from openrlhf.tools.command_line.jobs import logged_job
 from openrlhf.tools.verify.compare import REPORT, Gradient, Scale, compared, on_cpu
 from openrlhf.tools.verify.layouts import ALL
 from openrlhf.tools.verify.report import Finding, Verdict, not_checked
 from openrlhf.tools.verify.rounding import Rounding
 from openrlhf.tools.verify.subjects import Subject
 from openrlhf.tools.verify.timing import Clock
-
-TIMEOUT = 3600.0
-"""Maximum time of the job in seconds."""
 
 
 def choose_stages(subject: Subject) -> list[int]:
@@ -66,16 +64,11 @@ def rank_checks(
 
 
 def launch(subject: Subject, folder: Path, stages: list[int], number: int) -> str:
-    """Runs the job. Returns "" if it succeeded, else the end of its output."""
+    """Runs the job. Returns "" if it succeeded, else how it ended and the end of its output."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "subject.pkl").write_bytes(pickle.dumps((subject, stages)))
     words = ["openrlhf.tools.verify.ranks", str(folder)]
-    with open(folder / "log", "w") as log:
-        try:
-            code = run_job(words, log, ranks=number, timeout=TIMEOUT)
-        except TimeoutError as error:
-            return str(error)
-    return (folder / "log").read_text()[-2000:] if code else ""
+    return logged_job(words, folder / "log", ranks=number)
 
 
 def main(folder: Path) -> None:

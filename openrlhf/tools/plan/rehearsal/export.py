@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers as hf
 from peft import PeftModel
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from openrlhf.api import CLASSIFIER_HEAD, register_classifier
+from openrlhf.api import CLASSIFIER_HEAD
+from openrlhf.tools.plan.rehearsal.shrinking import find_class
 
 
 def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
@@ -35,14 +35,6 @@ def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
 
 def _load(folder: Path) -> tuple[Any, list[str]]:
     """Returns the model and the names of weights that its files lack."""
-    config = hf.AutoConfig.from_pretrained(folder)
-    name = (config.architectures or [""])[0]
-    if name.endswith("ForSequenceClassification"):
-        auto_class: Any = hf.AutoModelForSequenceClassification
-        register_classifier(config)
-    elif type(config) in hf.AutoModelForCausalLM._model_mapping:
-        auto_class = hf.AutoModelForCausalLM
-    else:
-        auto_class = hf.AutoModelForImageTextToText
-    model, info = auto_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    model_class = find_class(AutoConfig.from_pretrained(folder))
+    model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     return model.eval(), sorted(info["missing_keys"])

