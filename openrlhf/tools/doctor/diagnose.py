@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from openrlhf.api import counted
+from openrlhf.tools.command_line.terminal import build_console
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.memory import memory_findings
 from openrlhf.tools.doctor.mismatch import mismatch_findings
@@ -40,7 +40,6 @@ SIGNS = (
 )
 """Metrics that are printed for a healthy run."""
 COLORS = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
-WIDTH = 110
 
 
 def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
@@ -92,7 +91,7 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
 
 def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
     """Prints the findings, for a healthy run after the course of its metrics."""
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+    console = build_console(stream)
     say = lambda text, style="", indent=0: console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
     )

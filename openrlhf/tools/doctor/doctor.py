@@ -5,11 +5,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from openrlhf.tools.command_line.installation import facts
+from openrlhf.tools.command_line.terminal import build_console
 from openrlhf.tools.doctor.diagnose import as_json, diagnose, is_healthy, show
 from openrlhf.tools.doctor.record import RunRecord
 
@@ -21,7 +21,7 @@ def examine_installation(as_data: bool) -> int:
     if as_data:
         print(json.dumps({"healthy": not problems, "facts": [asdict(fact) for fact in found]}, indent=2))
         return int(bool(problems))
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = build_console(sys.stdout)
     table = Table.grid(padding=(0, 2))
     for fact in found:
         mark = Text("wrong", "bold red") if fact.problem else Text("ok", "green")
@@ -44,7 +44,3 @@ def examine_run(path: Path, model: Path | None = None, as_data: bool = False) ->
     else:
         show(run, findings, sys.stdout)
     return int(not is_healthy(findings))
-
-
-WIDTH = 110
-"""Width of the table in columns if stdout is no terminal."""

@@ -15,6 +15,7 @@ import psutil
 
 from openrlhf.api import LOCK_FILE as LOCK
 from openrlhf.api import ErrorCode, RunIndex, UsageError
+from openrlhf.tools.view.metrics import metrics_of
 
 FEWEST = 8
 """Number of steps below which a series has no trend."""
@@ -114,13 +115,13 @@ class RunRecord(RunIndex):
 
     @cached_property
     def numbers(self) -> list[dict[str, float]]:
-        """The rows of metrics with their finite values."""
-        rows = ({k: float(v) for k, v in row.items() if _is_number(v)} for row in self.rows)
+        """The rows of metrics with their finite values, by their current names."""
+        rows = map(metrics_of, self.rows)
         return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
 
     def names(self, prefix: str) -> list[str]:
         """Returns the metrics with this prefix, in the order of their first row."""
-        return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
+        return list(dict.fromkeys(name for row in self.numbers for name in row if name.startswith(prefix)))
 
     def flag(self, name: str, default: Any = None) -> Any:
         """Returns the value of a flag such as "rollout.temperature"; `default` if it is not recorded or
@@ -141,10 +142,6 @@ class RunRecord(RunIndex):
     def process(self) -> psutil.Process | None:
         """The run's process on this machine; None if it does not run."""
         return self.owner.process() if self.owner else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
 
 
 def _owner(text: str) -> Owner | None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -88,8 +88,8 @@ class Metrics:
             if is_new:
                 self.steps, self.num_rows = {}, 0
             for row in rows:
-                step, metrics = integer(row.pop("step", 0)), _numbers(row)
-                self.steps[step] = self.steps.pop(step, {}) | {RENAMED.get(n, n): v for n, v in metrics}
+                step = integer(row.pop("step", 0))
+                self.steps[step] = self.steps.pop(step, {}) | metrics_of(row)
             self.num_rows += len(rows)
 
     def update(self) -> None:
@@ -118,9 +118,13 @@ def integer(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a row by their current names. NaN and infinities, which are strings in the file,
+    are numbers again."""
+    found = {}
     for name, value in row.items():
         try:
-            yield name, float(value)
+            found[RENAMED.get(name, name)] = float(value)
         except (TypeError, ValueError, OverflowError):
             continue
+    return found

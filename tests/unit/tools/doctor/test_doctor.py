@@ -91,6 +91,19 @@ def test_a_healthy_run_has_no_findings_and_says_why(
     assert "\n   - rollout/reward_mean 0.2" in out
 
 
+def test_metrics_of_an_earlier_version_have_their_current_names(tmp_path: Path) -> None:
+    """Values that are no finite numbers are left out."""
+    rows = [
+        {"step": 1, "timing/score": 2.5, "x": "NaN", "y": None},
+        {"step": 2, "timing/logprobs": 3, "x": 1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = RunRecord.of(tmp_path)
+    assert run.names("timing/") == ["timing/logprobs"]
+    assert run.series("timing/logprobs").values.tolist() == [2.5, 3.0]
+    assert run.series("x").steps.tolist() == [2]
+
+
 @pytest.mark.parametrize("cause", DEFECTS)
 def test_each_cause_comes_first_in_a_run_that_has_it(cause: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY | DEFECTS[cause])
