@@ -31,7 +31,7 @@ from openrlhf.tools.verify.flags import verify_parser
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
 ]
@@ -69,27 +69,34 @@ SCRIPTS = ("benchmarks/", "examples/", "tools/")
 FILES = re.compile(r"[\w/.-]+\.(?:jsonl|json|parquet|yaml|py)")
 
 
-def commands() -> list[tuple[str, list[str]]]:
+def commands() -> list[tuple[str, list[str], Path]]:
     found = []
     for doc in PAGES:
         for block in BLOCK.findall(doc.read_text()):
             for line in block.replace("\\\n", " ").splitlines():
                 if words := shlex.split(line, comments=True):
-                    found.append((f"{doc.name}: {' '.join(words[:4])}", words))
+                    found.append((f"{doc.name}: {' '.join(words[:4])}", words, doc))
     return found
 
 
-@pytest.mark.parametrize(("name", "words"), commands(), ids=[name for name, _ in commands()])
+def files_of(page: Path) -> dict[str, str]:
+    """Returns the files that a page shows whole: Python blocks whose first line is a comment with their name."""
+    blocks = re.findall(r"```python\n(# (\S+\.py)\n.*?)```", page.read_text(), re.DOTALL)
+    return {name: block for block, name in blocks}
+
+
+@pytest.mark.parametrize(("name", "words", "doc"), commands(), ids=[name for name, *_ in commands()])
 def test_command_is_understood(
-    name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, words: list[str], doc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for word in words:  # words that name what only the reader's machine has
-        if FILES.fullmatch(file := word.partition(":")[0]):
+    shown = files_of(doc)
+    for file in (name for word in words for name in word.partition(":")[0].split(",")):
+        if FILES.fullmatch(file):  # words that name what only the reader's machine has
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             stand_in = RUN if file.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
             ours = ROOT / file
-            Path(file).write_text(ours.read_text() if ours.is_file() else stand_in)
+            Path(file).write_text(ours.read_text() if ours.is_file() else shown.get(file, stand_in))
     environment = list(takewhile(re.compile(r"[A-Z_]+=").match, words))
     for setting in environment:
         monkeypatch.setenv(*setting.split("=", 1))
