@@ -34,6 +34,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
+    *sorted((ROOT / "skills").rglob("*.md")),
 ]
 BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -50,6 +51,7 @@ OPTIONS = {
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
     "keep",  # of openrlhf rehearse
     *("layers", "no_engine", "no_ranks", "out", "tokens"),  # of openrlhf verify
+    *("failed", "limit", "sort"),  # of openrlhf rollouts
     "folder",  # of openrlhf replay
     "dry-run",  # of hf jobs run
     *("commits", "repository", "step"),  # of openrlhf bisect
@@ -97,6 +99,8 @@ def test_command_is_understood(
             stand_in = RUN if file.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
             ours = ROOT / file
             Path(file).write_text(ours.read_text() if ours.is_file() else shown.get(file, stand_in))
+    for folder in (word for word in words if word.startswith("demo/seed0/")):
+        Path(folder).mkdir(parents=True, exist_ok=True)
     environment = list(takewhile(re.compile(r"[A-Z_]+=").match, words))
     for setting in environment:
         monkeypatch.setenv(*setting.split("=", 1))
