@@ -177,8 +177,13 @@ def test_the_end_does_not_wait_for_imports() -> None:
 def test_a_server_that_does_not_end_is_killed_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "PATIENCE", 0.2)
     server = WarmServer([], {})
-    server.process.send_signal(signal.SIGSTOP)  # as on a machine that swaps
+    server.process.kill()
+    server.process.wait(30)
+    deaf = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]  # as one on a machine that swaps
+    server.process = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.process.stdout and server.process.stdout.readline() == b"\n"
     server.stop()
+    server.process.stdout.close()
     assert server.process.returncode == -signal.SIGKILL and not server.interpreter.parent.exists()
 
 
