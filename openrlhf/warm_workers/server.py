@@ -105,11 +105,16 @@ class WarmServer:
             sys.executable = own
 
     def stop(self) -> None:
-        """Ends the server and the processes that it forked."""
+        """Ends the server and the processes that it forked. One that has not ended in time, on a machine that
+        swaps, is killed: the run's own error, if it has one, is what its user reads."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.terminate()  # ends the imports; after them the server ignores it
-        self.process.wait(PATIENCE)
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()  # bounded: SIGKILL has ended it
         shutil.rmtree(self.interpreter.parent, ignore_errors=True)
 
 

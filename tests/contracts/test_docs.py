@@ -31,9 +31,10 @@ from openrlhf.tools.verify.flags import verify_parser
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
+    *sorted((ROOT / "skills").rglob("*.md")),
 ]
 BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -50,6 +51,7 @@ OPTIONS = {
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
     "keep",  # of openrlhf rehearse
     *("layers", "no_engine", "no_ranks", "out", "tokens"),  # of openrlhf verify
+    *("failed", "limit", "sort"),  # of openrlhf rollouts
     "folder",  # of openrlhf replay
     "dry-run",  # of hf jobs run
     *("commits", "repository", "step"),  # of openrlhf bisect
@@ -69,27 +71,39 @@ SCRIPTS = ("benchmarks/", "examples/", "tools/")
 FILES = re.compile(r"[\w/.-]+\.(?:jsonl|json|parquet|yaml|py)")
 
 
-def commands() -> list[tuple[str, list[str]]]:
+def commands() -> list[tuple[str, list[str], Path]]:
     found = []
     for doc in PAGES:
         for block in BLOCK.findall(doc.read_text()):
             for line in block.replace("\\\n", " ").splitlines():
                 if words := shlex.split(line, comments=True):
-                    found.append((f"{doc.name}: {' '.join(words[:4])}", words))
+                    found.append((f"{doc.name}: {' '.join(words[:4])}", words, doc))
     return found
 
 
-@pytest.mark.parametrize(("name", "words"), commands(), ids=[name for name, _ in commands()])
+def files_of(page: Path) -> dict[str, str]:
+    """Returns the files that a page shows whole: blocks whose first line is a comment with their name."""
+    blocks = re.findall(r"```(?:python|yaml)\n(# (\S+\.(?:py|yaml))\n.*?)```", page.read_text(), re.DOTALL)
+    return {name: block for block, name in blocks}
+
+
+@pytest.mark.parametrize(("name", "words", "doc"), commands(), ids=[name for name, *_ in commands()])
 def test_command_is_understood(
-    name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, words: list[str], doc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for word in words:  # words that name what only the reader's machine has
-        if FILES.fullmatch(file := word.partition(":")[0]):
+    shown = files_of(doc)
+    named = [name for word in words for name in word.partition(":")[0].split(",")]
+    for text in (shown[name] for name in named if name in shown and name.endswith(".yaml")):
+        named += re.findall(r"[\w/.-]+\.(?:jsonl|py)|demo/seed0/\w+", text)
+    for file in named:  # what only the reader's machine has
+        if FILES.fullmatch(file):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             stand_in = RUN if file.endswith(".yaml") else "def reward_func(queries, prompts, labels): ..."
             ours = ROOT / file
-            Path(file).write_text(ours.read_text() if ours.is_file() else stand_in)
+            Path(file).write_text(ours.read_text() if ours.is_file() else shown.get(file, stand_in))
+        elif file.startswith("demo/seed0/"):
+            Path(file).mkdir(parents=True, exist_ok=True)
     environment = list(takewhile(re.compile(r"[A-Z_]+=").match, words))
     for setting in environment:
         monkeypatch.setenv(*setting.split("=", 1))
@@ -150,8 +164,13 @@ def check_ray(name: str, *words: str) -> None:
 
 
 def check_flags(name: str, flags: list[str]) -> None:
-    """Parses the flags of commands that train or infer; other commands declare theirs in their source."""
+    """Parses the words of a command. `agent` passes what it does not know on to RL."""
     command = next((command for command in COMMANDS if command.name == name), None)
+    if command is None and (parser := parser_of(name)):
+        _, rest = parser.parse_known_args(list(takewhile(lambda word: word not in ("--", ">"), flags)))
+        unknown = {word[2:] for word in rest if word.startswith("--")} - set(list_flags(PPO.config_type))
+        assert not unknown if name == "agent" else not rest, f"openrlhf {name}"
+        return
     if command is None:
         check_options(Path(str(main.reader_of(name)[0].__file__)), flags)
         return
@@ -169,10 +188,9 @@ def check_plan(name: str, words: list[str]) -> None:
 
 
 def check_options(program: Path, words: list[str]) -> None:
-    """Checks that each option is one of a program with argparse. `agent try` passes on those of RL."""
-    own, of_rl = program.read_text(), list_flags(PPO.config_type)
-    options = [word for word in words if word.startswith("--")]
-    assert not [option for option in options if f'"{option}"' not in own and option[2:] not in of_rl]
+    """Checks that each option is one that a program with argparse declares."""
+    own, options = program.read_text(), [word for word in words if word.startswith("--")]
+    assert not [option for option in options if f'"{option}"' not in own]
 
 
 @pytest.mark.parametrize(

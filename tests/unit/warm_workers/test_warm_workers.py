@@ -174,6 +174,19 @@ def test_the_end_does_not_wait_for_imports() -> None:
     assert server.process.returncode == -signal.SIGTERM and not server.interpreter.parent.exists()
 
 
+def test_a_server_that_does_not_end_is_killed_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "PATIENCE", 0.2)
+    server = WarmServer([], {})
+    server.process.kill()
+    server.process.wait(30)
+    deaf = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]  # as one on a machine that swaps
+    server.process = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.process.stdout and server.process.stdout.readline() == b"\n"
+    server.stop()
+    server.process.stdout.close()
+    assert server.process.returncode == -signal.SIGKILL and not server.interpreter.parent.exists()
+
+
 def test_a_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(program, "WarmServer", lambda *about: started.append(about) or "server")
