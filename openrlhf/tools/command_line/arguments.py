@@ -18,6 +18,9 @@ _MESSAGES = (
 )
 """Patterns of argparse's messages, whose first group is the flag, with the code and the text of our error."""
 
+RUN = "run folder, or an output folder for its newest run"
+"""Help of an argument that names a recorded run."""
+
 
 class ArgumentParser(argparse.ArgumentParser):
     """Argument parser that raises UsageError instead of printing the usage and ending the process."""

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openrlhf.tools.command_line.installation import facts
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.command_line.terminal import build_console
 from openrlhf.tools.doctor.diagnose import as_json, diagnose, is_healthy, show
 from openrlhf.tools.doctor.record import RunRecord
@@ -37,7 +38,7 @@ def examine_installation(as_data: bool) -> int:
 
 def examine_run(path: Path, model: Path | None = None, as_data: bool = False) -> int:
     """Prints the findings of a run. Returns 1 if anything is wrong, else 0, also if it is slow."""
-    run = RunRecord.of(path)
+    run = RunRecord(find_run(path))
     findings = diagnose(run, model)
     if as_data:
         print(as_json(run, findings))

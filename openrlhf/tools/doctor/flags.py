@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.api import short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser, run
+from openrlhf.tools.command_line.arguments import RUN, ArgumentParser, run
 
 
 def doctor_parser() -> ArgumentParser:
@@ -15,7 +15,7 @@ def doctor_parser() -> ArgumentParser:
         type=Path,
         nargs="?",
         metavar="RUN",
-        help="run folder (--logger.run_dir); without it, the installation is examined",
+        help=f"{RUN}; without it, the installation is examined",
     )
     parser.add_argument(
         "--model",

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import psutil
 
 from openrlhf.api import LOCK_FILE as LOCK
-from openrlhf.api import ErrorCode, RunIndex, UsageError
+from openrlhf.api import RunIndex
 from openrlhf.tools.view.metrics import metrics_of
 
 FEWEST = 8
@@ -94,14 +94,6 @@ class Owner:
 
 class RunRecord(RunIndex):
     """A run with the courses of its metrics and its process."""
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
-        """Returns the run of a folder. Raises UsageError if it is none."""
-        if not (run := cls(path)).is_run:
-            text = f"is no run folder; {run.runs_inside('metrics.jsonl')}"
-            raise UsageError(ErrorCode.NOT_FOUND, text, flag="RUN", value=path)
-        return run
 
     @cached_property
     def owner(self) -> Owner | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from openrlhf.api import ErrorCode, UsageError
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.replay.commits import Repository, bisect_commits
 from openrlhf.tools.replay.compare import bisect
 from openrlhf.tools.replay.recorded import RecordedRun
@@ -15,6 +16,7 @@ from openrlhf.tools.replay.view import Screen
 
 def run(a: Path, b: Path) -> int:
     """Prints the first difference. Returns 0 if there is none, else 1."""
+    a, b = find_run(a), find_run(b)
     runs = RecordedRun(a), RecordedRun(b)
     commands = [run.command for run in runs]
     _ = [run.flags for run in runs]  # raises if a folder is not a run
@@ -30,7 +32,7 @@ def run_commits(
     path: Path, names: Sequence[str], step: int | None = None, repository: Path | None = None
 ) -> int:
     """Prints the first difference between two commits' results. Returns 0 if there is none, else 1."""
-    recorded = RecordedRun(path)
+    recorded = RecordedRun(path := find_run(path))
     _ = recorded.flags  # raises if the folder is no run
     step = max(recorded.steps, default=0) if step is None else step
     clone = Repository.around(repository)

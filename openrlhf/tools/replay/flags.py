@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.api import ErrorCode, UsageError, catch_signals, short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser, run
+from openrlhf.tools.command_line.arguments import RUN, ArgumentParser, run
 
 
 def replay_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf replay", description=replay.__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
+    parser.add_argument("run", type=Path, metavar="RUN", help=RUN)
     parser.add_argument("--step", type=int, metavar="N", required=True, help="step to compute again")
     parser.add_argument(
         "--folder",
@@ -36,9 +36,9 @@ def replay(argv: Sequence[str] | None = None) -> None:
 
 def bisect_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf bisect", description=bisect.__doc__)
-    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder (--logger.run_dir)")
+    parser.add_argument("run_a", type=Path, metavar="RUN_A", help=RUN)
     parser.add_argument(
-        "run_b", type=Path, metavar="RUN_B", nargs="?", help="run folder of another run of the same command"
+        "run_b", type=Path, metavar="RUN_B", nargs="?", help="another run of the same command"
     )
     parser.add_argument(
         "--commits", nargs=2, metavar=("GOOD", "BAD"), help="two versions of openrlhf, instead of RUN_B"

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from openrlhf.api import ErrorCode, UsageError
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.replay.recorded import RecordedRun
 from openrlhf.tools.replay.rerun import Rerun, compare
 from openrlhf.tools.replay.view import Screen
@@ -13,7 +14,7 @@ from openrlhf.tools.replay.view import Screen
 
 def run(path: Path, step: int, folder: Path | None = None) -> int:
     """Prints the comparison. Returns 0 if everything is equal, else 1."""
-    recorded = RecordedRun(path)
+    recorded = RecordedRun(find_run(path))
     _ = recorded.flags  # raises if the folder is no run
     with ExitStack() as held:
         if folder is None:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from openrlhf.api import ErrorCode, UsageError, short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
+from openrlhf.tools.command_line.arguments import RUN, ArgumentParser, positive, run
 
 DEFAULT_PORT = 8890
 PACKAGES = ("duckdb", "plotly")
@@ -16,7 +16,7 @@ ORDERS = ("reward", "score", "length")
 
 def rollouts_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf rollouts", description=rollouts.__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
+    parser.add_argument("run", type=Path, metavar="RUN", help=RUN)
     parser.add_argument("--step", type=int, metavar="N", help="RL step (default: the last)")
     parser.add_argument("--prompt", type=int, metavar="ID", help="only samples of this prompt_id")
     parser.add_argument("--failed", action="store_true", help="only samples without a reward")
@@ -45,9 +45,7 @@ def watch_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="openrlhf watch", description=watch.__doc__, epilog="Leave with q or Ctrl-C; the run goes on."
     )
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run folder, or an output folder for its newest run"
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help=RUN)
     parser.add_argument(
         "--once", action="store_true", help="print one frame as text and exit (default without a terminal)"
     )

@@ -3,7 +3,6 @@
 import fcntl
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +10,6 @@ import pyarrow.parquet as pq
 
 from openrlhf.api import (
     JOURNAL_FILE,
-    ErrorCode,
-    RunFolder,
     RunIndex,
     UsageError,
     best_to_worst,
@@ -202,28 +199,3 @@ def read_samples(path: Path) -> list[Sample]:
         rewards = file.read(["reward"])["reward"].to_pylist()
         chosen = best_to_worst(rewards, SAMPLES_KEPT, failed=SAMPLES_KEPT // 4)
         return file.read(columns).take(chosen).to_pylist()
-
-
-def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Returns the run folders that paths name: each itself, or those below. Raises UsageError for others."""
-    found: list[Path] = []
-    for path in paths:
-        is_run = RunFolder(path).is_run
-        below = (inner for inner in path.glob("**/") if "previous" not in inner.relative_to(path).parts)
-        inside = [path] if is_run else sorted(inner for inner in below if RunFolder(inner).is_run)
-        if not inside:
-            text = "is no run folder and has none inside; give the folder of a run (--logger.run_dir)"
-            raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
-        found += [folder for folder in inside if folder not in found]
-    return found
-
-
-def find_run(path: Path) -> Path:
-    """Returns the run folder that a path names: itself, or the newest run below it. Raises UsageError if
-    there is none."""
-    return max(find_runs([path]), key=_last_change)
-
-
-def _last_change(run: Path) -> float:
-    files = [run / "metrics.jsonl", run / "argv.txt"]
-    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)

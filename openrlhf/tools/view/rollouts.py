@@ -21,6 +21,7 @@ from openrlhf.api import (
     read_table,
 )
 from openrlhf.api import reading_run as reading
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.command_line.terminal import shows_colours
 from openrlhf.tools.view.flags import NAMES
 from openrlhf.tools.view.rollout_view import Row, prompt_length, show
@@ -32,6 +33,7 @@ MOST_LISTED = 20
 def run(options: argparse.Namespace) -> None:
     coloured = shows_colours()
     console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
+    options.run = find_run(options.run)
     steps = find_steps(options.run, options.name)
     step = options.step if options.step is not None else max(steps)
     if step not in steps:

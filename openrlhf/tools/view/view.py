@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.api import counted
-from openrlhf.tools.view.followed_run import find_runs
+from openrlhf.tools.command_line.runs import find_runs
 from openrlhf.tools.view.rollouts import token_texts
 from openrlhf.tools.view.server import Viewer, bind, serve
 

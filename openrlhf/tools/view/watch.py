@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 
-from openrlhf.tools.view.followed_run import FollowedRun, find_run
+from openrlhf.tools.command_line.runs import find_run
+from openrlhf.tools.view.followed_run import FollowedRun
 from openrlhf.tools.view.run_screen import frame
 
 REFRESH = 0.5

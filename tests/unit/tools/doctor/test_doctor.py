@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from refusals import refused
 from run_folders import sample, write_journal, write_run
 
 from openrlhf.errors import ErrorCode, UsageError
@@ -26,6 +25,8 @@ from openrlhf.tools.doctor.diagnose import diagnose
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord
 from openrlhf.tools.doctor.stacks import Frame, Stack, doing, read_stacks, waiting
+from openrlhf.tools.replay import flags as flags_of_replay
+from openrlhf.tools.view import flags as flags_of_view
 
 STEPS = 40
 NOISE = np.random.default_rng(0).normal(size=STEPS) * 0.01
@@ -77,7 +78,7 @@ TITLES = {
 
 
 def causes(run: Path) -> list[str]:
-    return [finding.cause for finding in diagnose(RunRecord.of(run))]
+    return [finding.cause for finding in diagnose(RunRecord(run))]
 
 
 def test_a_healthy_run_has_no_findings_and_says_why(
@@ -98,7 +99,7 @@ def test_metrics_of_an_earlier_version_have_their_current_names(tmp_path: Path) 
         {"step": 2, "timing/logprobs": 3, "x": 1},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = RunRecord.of(tmp_path)
+    run = RunRecord(tmp_path)
     assert run.names("timing/") == ["timing/logprobs"]
     assert run.series("timing/logprobs").values.tolist() == [2.5, 3.0]
     assert run.series("x").steps.tolist() == [2]
@@ -112,7 +113,7 @@ def test_each_cause_comes_first_in_a_run_that_has_it(cause: str, tmp_path: Path)
 
 
 def found(run: Path, cause: str) -> Finding:
-    return next(finding for finding in diagnose(RunRecord.of(run)) if finding.cause == cause)
+    return next(finding for finding in diagnose(RunRecord(run)) if finding.cause == cause)
 
 
 def test_output_names_evidence_and_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,10 +131,23 @@ def test_output_names_evidence_and_remedy(tmp_path: Path, capsys: pytest.Capture
     assert data["findings"][0]["cause"] == "memory"
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "a", HEALTHY)
-    with refused(ErrorCode.NOT_FOUND, flag="RUN"):
-        RunRecord.of(tmp_path / "runs")
+def test_an_output_folder_means_its_newest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that reads runs takes one; a folder without runs is refused."""
+    run = write_run(tmp_path / "policy" / "runs" / "a", HEALTHY | DEFECTS["memory"])
+    with pytest.raises(SystemExit):
+        flags.doctor([str(tmp_path / "policy"), "--json"])
+    assert json.loads(capsys.readouterr().out)["run"] == str(run)
+    (tmp_path / "empty").mkdir()
+    for command, words in (
+        (flags.doctor, []),
+        (flags_of_view.rollouts, []),
+        (flags_of_view.watch, []),
+        (flags_of_replay.replay, ["--step", "1"]),
+        (flags_of_replay.bisect, [str(run)]),
+    ):
+        with pytest.raises(SystemExit):
+            command([str(tmp_path / "empty"), *words])
+        assert "is no run folder and has none inside" in capsys.readouterr().err
 
 
 def test_rewards_that_miss_a_label_point_to_the_reward_function(tmp_path: Path) -> None:
@@ -388,7 +402,7 @@ def living(run: Path) -> Iterator[int]:
 def test_the_owner_of_a_lock_is_read_as_the_lock_writes_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY)
     with locked(run, flag="--logger.run_dir"):
-        process = RunRecord.of(run).process
+        process = RunRecord(run).process
     assert process is not None and process.pid == os.getpid()
 
 

@@ -290,7 +290,7 @@ def first_with(cause: Callable[[Folders], Case]) -> Flags:
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
 def test_each_injected_cause_comes_first(cause: Callable[[Folders], Case], tmp_path: Path) -> None:
-    run = RunRecord.of(build(tmp_path, cause, first_with(cause)))
+    run = RunRecord(build(tmp_path, cause, first_with(cause)))
     began = time.monotonic()
     found = diagnose(run)
     print(f"\n{cause.__name__}: {time.monotonic() - began:.1f} s")
@@ -345,7 +345,7 @@ def test_the_cause_is_found_with_any_flags(
     monkeypatch.setattr(mismatch_causes, "ROWS", 8)
     found = [
         finding
-        for finding in diagnose(RunRecord.of(build(tmp_path, cause, flags, samples=2)))
+        for finding in diagnose(RunRecord(build(tmp_path, cause, flags, samples=2)))
         if finding.cause.startswith("gap")
     ]
     assert found
@@ -355,7 +355,7 @@ def test_the_cause_is_found_with_any_flags(
 
 def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is gone between the look into the folder and the reading of its files."""
-    run = RunRecord.of(build(tmp_path, stale_weights))
+    run = RunRecord(build(tmp_path, stale_weights))
     measured = mismatch.measure_mismatch(run)
     assert measured is not None
     listed = mismatch_causes.find_checkpoints
@@ -378,13 +378,13 @@ def test_after_the_deadline_the_rollouts_alone_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mismatch, "BUDGET", 0.0)
-    found = diagnose(RunRecord.of(build(tmp_path, temperature)))
+    found = diagnose(RunRecord(build(tmp_path, temperature)))
     assert found and all(finding.confidence != "certain" for finding in found)
     assert any("the time limit for recomputing log-probs was reached" in text for text in found[0].evidence)
 
 
 def test_a_search_that_ends_early_leaves_the_routers_as_they_were(tmp_path: Path) -> None:
-    run = RunRecord.of(build(tmp_path, routing))
+    run = RunRecord(build(tmp_path, routing))
     measured = mismatch.measure_mismatch(run)
     assert measured is not None
     examined, _ = mismatch_causes.examine(measured, None, deadline=0.0)

@@ -15,13 +15,14 @@ from run_folders import sample, write_journal, write_run
 from openrlhf.errors import UsageError
 from openrlhf.observability.journal import journal_steps, read_journal
 from openrlhf.observability.lock import LOCK
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.demo import demo
 from openrlhf.tools.doctor import doctor
 from openrlhf.tools.doctor.mismatch_rows import compute_signs
 from openrlhf.tools.replay.recorded import RecordedRun
 from openrlhf.tools.view import rollouts, view, watch
 from openrlhf.tools.view.flags import rollouts_parser
-from openrlhf.tools.view.followed_run import FollowedRun, find_run
+from openrlhf.tools.view.followed_run import FollowedRun
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.report import write_report

@@ -26,9 +26,10 @@ from openrlhf.observability.journal import Journal
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.view import followed_run
 from openrlhf.tools.view.flags import watch as watch_command
-from openrlhf.tools.view.followed_run import FollowedRun, find_run, is_locked
+from openrlhf.tools.view.followed_run import FollowedRun, is_locked
 from openrlhf.tools.view.metrics import Tail
 from openrlhf.tools.view.run_screen import Sparkline, chosen_metrics, frame, sum_phases
 

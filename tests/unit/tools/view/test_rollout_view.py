@@ -159,11 +159,17 @@ def test_an_error_says_what_there_is(folder, capsys, flags, place, there):
 
 
 def test_a_folder_that_is_no_run(folder, capsys):
-    for path, said in ((folder.parent, f"there are {folder}"), (folder / "rollouts", "give the folder")):
-        with pytest.raises(SystemExit):
-            rollouts_command([str(path)])
-        (refusal,) = printed(capsys.readouterr().err)
-        assert (refusal.code, refusal.place) == ("not-found", str(path)) and said in refusal.text
+    with pytest.raises(SystemExit):
+        rollouts_command([str(path := folder / "rollouts")])
+    (refusal,) = printed(capsys.readouterr().err)
+    assert (refusal.code, refusal.place) == ("not-found", str(path)) and "give the folder" in refusal.text
+
+
+def test_an_output_folder_shows_its_run(folder, capsys):
+    rollouts_command([str(folder)])
+    shown = capsys.readouterr().out
+    rollouts_command([str(folder.parent)])
+    assert capsys.readouterr().out == shown
 
 
 def on_a_terminal(monkeypatch):
