@@ -123,7 +123,11 @@ class RewardRanks(RankGroup[RewardWorker]):
     def score(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """Scores groups with the reward models. Returns the groups with the scores added to the episodes'
         rewards."""
-        read = [replace(t, likely=None, routing=None) for group in groups for t in read_by_models(group.trajectories)]
+        read = [
+            replace(t, likely=None, routing=None)
+            for group in groups
+            for t in read_by_models(group.trajectories)
+        ]
         ranks = partition([len(t.token_ids) for t in read], self.data_parallel_size)
         refs = self.run("forward", [([read[i] for i in sequences],) for sequences in ranks])
         scores: dict[int, np.ndarray] = {}

@@ -6,7 +6,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from openrlhf.types import Episode, OneSample, Trajectory, Turn, join_likely, join_nuclei, not_none, runs, unrouted
+from openrlhf.types import (
+    Episode,
+    OneSample,
+    Trajectory,
+    Turn,
+    join_likely,
+    join_nuclei,
+    not_none,
+    runs,
+    unrouted,
+)
 
 NO_TURN = Turn(
     prompt_ids=np.zeros(0, np.int32),

@@ -115,9 +115,7 @@ def _sequence_loss(
     return losses
 
 
-def _expected_score(
-    advantage: AdvantageConfig, row: ExperienceRow, part: slice, likely: Tensor
-) -> Tensor:
+def _expected_score(advantage: AdvantageConfig, row: ExperienceRow, part: slice, likely: Tensor) -> Tensor:
     """Returns numbers (n,) whose gradient is the sampler's mean of the weighted scores at each action. Beyond
     the likely tokens the sampler has the policy's distribution, times a constant."""
     sampler, now = not_none(row.likely_log_probs)[part].double(), likely.detach()

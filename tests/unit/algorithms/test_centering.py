@@ -107,7 +107,10 @@ def test_a_nucleus(name: str, count: int, recorded: int) -> None:
     log_p = logits.gather(1, nucleus).log_softmax(-1) + log_mass[:, None]
     log_q, ids = truncated.gather(1, nucleus), torch.arange(count).expand(len(logits), count)
     coefs = centering(
-        log_p.detach().gather(1, ids), log_q.gather(1, ids), weigh_by(name), log_mass if recorded < 6 else None
+        log_p.detach().gather(1, ids),
+        log_q.gather(1, ids),
+        weigh_by(name),
+        log_mass if recorded < 6 else None,
     )
     (found,) = torch.autograd.grad((coefs * log_p.gather(1, ids)).sum(), logits, retain_graph=True)
     p, q = log_p.detach().exp(), log_q.exp()
