@@ -26,7 +26,12 @@ def journal(folder: Path, step: int) -> list[Trajectory]:
 
 @pytest.mark.parametrize(
     "more",
-    ["", "--algo.advantage.is_correction_level token", "--rollout.top_p 0.9", "--rollout.engine transformers"],
+    [
+        "",
+        "--algo.advantage.is_correction_level token",
+        "--rollout.top_p 0.9",
+        "--rollout.engine transformers",
+    ],
 )
 def test_engine_and_policy_agree_on_the_likely_tokens(task: TaskFiles, tmp_path: Path, more: str) -> None:
     """In float32, with samples of its own weights, a policy has no drift but rounding. The recorded tokens of

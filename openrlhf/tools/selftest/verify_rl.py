@@ -7,7 +7,7 @@ one sequence. So the synthetic samples have what a run meets later (`SYNTHETIC`)
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -190,16 +190,18 @@ def _waves(size: int, kind: int = 0) -> Tensor:
     return ((torch.arange(1, size + 1, dtype=torch.float64) + 37 * kind) ** 2).sin()
 
 
-def synthetic_samples(like: Batch, longest: int) -> tuple[Batch, list[Trajectory]]:
+def synthetic_samples(
+    like: Batch, longest: int, sources: Sequence[str] = ("default",)
+) -> tuple[Batch, list[Trajectory]]:
     """Returns synthetic samples with synthetic numbers in the columns that the batch `like` has. `longest`:
-    the number of actions of the longest response."""
+    the number of actions of the longest response. `sources`: those of the prompts, in turn."""
     trajectories, parts = [], Counter()
     for made in SYNTHETIC:
         size = made.length if made.length >= 0 else longest + made.length
         starts = [1 + i * size // len(made.turn_rewards) for i in range(len(made.turn_rewards))]
         trajectories.append(
             Trajectory(
-                prompt=Prompt(prompt_id=made.prompt, text=""),
+                prompt=Prompt(prompt_id=made.prompt, text="", source=sources[made.prompt % len(sources)]),
                 sample_index=made.sample,
                 part=parts[made.prompt, made.sample],
                 outcome=Outcome.OK,

@@ -304,6 +304,36 @@ def test_synthetic_samples_show_what_a_first_step_hides(wrong: str) -> None:
     assert "of synthetic samples" in refusal.value.text
 
 
+TASKS: dict[str, dict[str, Any]] = {
+    "estimator": {"a": "group_norm"},
+    "kl_coef": {"a": 0.0, "b": 0.5},
+    "overlong_buffer_len": {"a": 4},
+    "overlong_penalty_factor": {"a": 2.0},
+    "stop_properly_penalty_coef": {"a": -1.5},
+}
+
+
+@pytest.mark.parametrize("left_out", [None, *TASKS])
+def test_tasks_have_values_of_their_own(left_out: str | None) -> None:
+    """Prompts of three sources in turn; advantages that ignore a task's value are found."""
+    arguments = arguments_of("dr_grpo", "k1", False, 1.0, RewardConfig(stop_properly_penalty_coef=0.5))
+    like = batch_of(samples([1.0], [1]))
+    batch, trajectories = synthetic_samples(like, LONGEST, ["default", "a", "b"])
+    expected = plain_advantages(batch, trajectories, **arguments, tasks=TASKS)
+    found = assigned(
+        batch,
+        trajectories,
+        **arguments,
+        tasks={key: {} if key == left_out else own for key, own in TASKS.items()},
+    )
+    if left_out is None:
+        assert expected is not None
+        check_advantages(found, expected, step=1)
+    else:
+        with broken():
+            check_advantages(found, expected, step=1)
+
+
 def test_a_wrong_change_of_the_kl_coefficient_is_found() -> None:
     controller = KLController(coef=0.1, target=0.2, horizon=100)
     check_controller(controller, step=1)
