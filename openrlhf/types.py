@@ -16,10 +16,10 @@ labelled steps), and one forward pass reads a PackedRow, PairRow, UnpairedRow or
 
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions, R
 runs of equal values, T turns, S tokens in all top-p/top-k nuclei, K most likely tokens of an action, M
-layers in each of which a token is routed to K experts. An action is a token that the policy chose and is trained on; in supervised learning, a
-token with loss. Entry i of an (L,) or (N,) field belongs to token i. An (A,) field has one entry for each
-True of the action mask, in order: prompts, environment feedback and padding have no entry in it, so nothing
-can train on them.
+layers in each of which a token is routed to K experts. An action is a token that the policy chose and is
+trained on; in supervised learning, a token with loss. Entry i of an (L,) or (N,) field belongs to token i. An
+(A,) field has one entry for each True of the action mask, in order: prompts, environment feedback and padding
+have no entry in it, so nothing can train on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -422,8 +422,9 @@ def join_nuclei(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:
 
 def join_likely(parts: "Sequence[Turn | Trajectory]") -> np.ndarray | None:
     """Concatenates the likely tokens of all actions, (A, K). Returns None if an action has none."""
-    known = [part.likely for part in parts if part.num_actions]
-    return np.concatenate(known) if known and all(one is not None for one in known) else None
+    acted = [part for part in parts if part.num_actions]
+    known = [part.likely for part in acted if part.likely is not None]
+    return np.concatenate(known) if known and len(known) == len(acted) else None
 
 
 def join_routing(trajectories: Sequence[Trajectory]) -> np.ndarray | None:

@@ -20,9 +20,9 @@ def centering(
 
     Score Centering Stabilizes Off-policy Reinforcement Learning, https://arxiv.org/abs/2609.20807
 
-    At one action let p be the policy, q the sampler, A the advantage, s_v = grad log p_v the score of token v,
-    and w_v = f(p_v / q_v) the weight of the off-policy correction, 1 without one. The gradient of the policy
-    loss of a sampled y is -A w_y s_y. Its mean over q is -A mu for every A that does not depend on y,
+    At one action let p be the policy, q the sampler, A the advantage, s_v = grad log p_v the score of a token
+    v, and w_v = f(p_v / q_v) the weight of the off-policy correction, 1 without one. The policy loss of a
+    sampled y has the gradient -A w_y s_y. Its mean over q is -A mu for every A that does not depend on y,
 
         mu = sum_v q_v w_v s_v
 
@@ -39,8 +39,8 @@ def centering(
 
         mu = sum_H c_v s_v,   c_v = q_v w_v - rho f(1 / rho) p_v
 
-    If H has all tokens of q, this is exact. M is 1, or in top-p/top-k sampling the probability of the recorded
-    nucleus, over which p is normalised.
+    If H has all tokens of q, this is exact. M is 1, or in top-p/top-k sampling the probability of the
+    recorded nucleus, over which p is normalised.
 
     Args:
         log_probs: (A, K) log p of the tokens H.

@@ -107,8 +107,8 @@ class LogProbHead(nn.Linear):
         with_entropy: bool = False,
         summed: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Returns logits without `targets`. With `targets`, (A,) or (A, T): their log-probs, or the sum, and the
-        entropy (A,) or None, of softmax(scale * head(input)). `kept` restricts the softmax as in
+        """Returns logits without `targets`. With `targets`, (A,) or (A, T): their log-probs, or the sum, and
+        the entropy (A,) or None, of softmax(scale * head(input)). `kept` restricts the softmax as in
         `linear_log_probs`."""
         if targets is None:
             return self.vocabulary.joined(super().forward(input))

@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow as pa
 
 from openrlhf.observability.run_folder import LABEL_FORM, RENAMED_COLUMNS, plain, read_jsonl, read_label
-from openrlhf.types import LIKELY, Batch, Image, Nuclei, Outcome, Prompt, Trajectory
+from openrlhf.types import LIKELY, Batch, Image, Nuclei, Outcome, Prompt, Trajectory, not_none
 
 Visits = Sequence[Sequence[tuple[int, int]]]
 """For each sequence, by epoch: (optimizer step that trained on it, rank)."""
@@ -229,7 +229,7 @@ def _likely(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
         field.name: _cut(
             _joined([part[name] for part in tokens], field.type.value_type), [*map(len, tokens)], missing
         )
-        for field, name in zip(LIKELY_TOKENS, LIKELY.names, strict=True)
+        for field, name in zip(LIKELY_TOKENS, not_none(LIKELY.names), strict=True)
     }
 
 

@@ -1,4 +1,4 @@
-"""Score centering on the real stack: the most likely tokens of the engine reach the loss with their actions."""
+"""Score centering on the real stack: the engine's most likely tokens reach the loss with their actions."""
 
 from pathlib import Path
 

@@ -102,8 +102,8 @@ def join_targets(rows: Sequence[MismatchRow]) -> Tensor:
 def log_probs(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, nucleus: Tensor | None = None
 ) -> np.ndarray:
-    """Returns the log-probs of the targets at a temperature, or at that of each, (A, 1): (A,). `nucleus`: mask
-    of the tokens that they are normalised over, (A, V); None: all."""
+    """Returns the log-probs of the targets at a temperature, or at that of each, (A, 1): (A,). `nucleus`:
+    mask of the tokens that they are normalised over, (A, V); None: all."""
     return chosen(distribution(logits, temperature, nucleus), targets).double().numpy()
 
 

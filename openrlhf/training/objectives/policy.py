@@ -61,8 +61,8 @@ class PolicyObjective:
     """Bounds of the sequence ratio in seq-mask-tis. None: the token bounds."""
     proximal_policy: ProximalPolicyName = "recomputed"
     centers_scores: bool = False
-    """Subtract the sampler's expected score, see `centering`; for losses whose gradient is -A * grad log pi at
-    the ratio 1, and corrections that are functions of a token's ratio."""
+    """Subtract the sampler's expected score, see `centering`; for losses whose gradient is -A * grad log pi
+    at the ratio 1, and corrections that are functions of a token's ratio."""
     staleness_decay: float = 1.0
     max_staleness: int | None = None
     """Staleness beyond which v is 0. None: no limit."""

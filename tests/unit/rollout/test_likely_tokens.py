@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from records import trajectory
-from test_kept_sets import LOGITS, Sampled
+from sampled_logits import LOGITS, Sampled
 
 from openrlhf.backends.vllm.requests import vllm_params
 from openrlhf.checkpoint.pickles import load

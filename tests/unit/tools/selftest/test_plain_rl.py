@@ -435,8 +435,8 @@ def test_centered_scores_are_those_of_the_plain_formula(loss: str, gate: dict) -
     config = config_of(loss, score_centering_top_k=4, **bounds | gate)
     row = row_with_likely_tokens(old_log_probs=None)
     masses = torch.linspace(-0.6, 0, len(row.rollout_log_probs))
-    for given in (row, replace(row, row=replace(row.row, log_masses=masses))):
-        check_policy_loss(config, 0.1, given, step=1)
+    for each in (row, replace(row, row=replace(row.row, log_masses=masses))):
+        check_policy_loss(config, 0.1, each, step=1)
 
 
 @pytest.mark.parametrize(
