@@ -57,6 +57,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     max_kept_tokens: int = 0
     """Number of tokens of each position's top-p/top-k nucleus that the answer reports. 0: none."""
+    num_likely: int = 0
+    """Number of each position's most likely tokens that the answer reports in `likely`. 0: none."""
 
     def clone(self) -> Self:
         """Returns a deep copy."""
@@ -122,6 +124,9 @@ class Completion(_Record):
     """(R, 2) int32: weight versions, and the number of consecutive tokens that each sampled."""
     kept: "Nuclei | None" = None
     """Top-p/top-k nucleus that each action was sampled from. None: all tokens, or not asked for."""
+    likely: "np.ndarray | None" = None
+    """(A, num_likely) `types.LIKELY`: the most likely tokens, the likeliest first, with their log-probs under
+    the distribution that was sampled from. None: not asked for."""
     routing: "np.ndarray | None" = None
     """(P + A, M, K): the experts that read each token of prompt and answer, see `Turn`. None: not known."""
     own: Any = None

@@ -15,11 +15,11 @@ In supervised learning a dataset consists of Samples, Pairs, UnpairedExamples or
 labelled steps), and one forward pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
 
 Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions, R
-runs of equal values, T turns, S tokens in all top-p/top-k nuclei, M layers in each of which a token is
-routed to K experts. An action is a token that the policy chose and is trained on; in supervised learning, a
-token with loss. Entry i of an (L,) or (N,) field belongs to token i. An (A,) field has one entry for each
-True of the action mask, in order: prompts, environment feedback and padding have no entry in it, so nothing
-can train on them.
+runs of equal values, T turns, S tokens in all top-p/top-k nuclei, K most likely tokens of an action, M
+layers in each of which a token is routed to K experts. An action is a token that the policy chose and is
+trained on; in supervised learning, a token with loss. Entry i of an (L,) or (N,) field belongs to token i. An
+(A,) field has one entry for each True of the action mask, in order: prompts, environment feedback and padding
+have no entry in it, so nothing can train on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +158,11 @@ class Nuclei:
 KeptSets = Nuclei  # the name in checkpoints of earlier versions
 
 
+LIKELY = np.dtype([("id", np.int32), ("log_prob", np.float32)])
+"""A likely token: its id, and its log-prob under the sampling distribution, which is -inf for a token that
+top-p or top-k dropped."""
+
+
 def own_choice(routing: np.ndarray | Tensor) -> int:
     """Returns the marker that replaces an expert's index where the router chooses the experts itself: 255 in
     a uint8 routing, 32767 in an int16 routing."""
@@ -184,6 +189,8 @@ class Turn:
     """Seed of the request's random numbers."""
     kept: Nuclei | None = None
     """Top-p/top-k nucleus of the actions. None: the whole vocabulary."""
+    likely: np.ndarray | None = None
+    """(A, K) `LIKELY`, the K most likely tokens at each action. None: not recorded."""
     routing: np.ndarray | None = None
     """(P + A, M, K) uint8 or int16 experts of each token in each layer; `own_choice` for the last token,
     which no forward pass has read yet. None if the engine did not record it."""
@@ -247,6 +254,8 @@ class Trajectory(OneSample):
     """(R, 2) int32 runs of (version of the weights that chose the actions, number of actions); see `runs`."""
     kept: Nuclei | None = None
     """Top-p/top-k nucleus of the actions. None: the whole vocabulary."""
+    likely: np.ndarray | None = None
+    """(A, K) `LIKELY`, the K most likely tokens at each action. None: not recorded."""
     routing: np.ndarray | None = None
     """(L, M, K) uint8 or int16 experts that the engine chose for each token in each layer, or `own_choice`.
     None if the engine did not record them."""
@@ -322,6 +331,7 @@ class PromptGroup:
             join_nuclei(self.trajectories),
             join_routing(self.trajectories),
             _FACTS,
+            join_likely(self.trajectories),
         )
 
 
@@ -350,7 +360,8 @@ class Sampled:
 
 
 _ARRAYS = ("token_ids", "action_mask", "rollout_log_probs", "weight_versions", "turn_starts", "turn_rewards")
-_FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in ("prompt", "kept", "routing", *_ARRAYS))
+_PACKED = ("prompt", "kept", "likely", "routing")
+_FACTS = tuple(f.name for f in fields(Trajectory) if f.name not in (*_PACKED, *_ARRAYS))
 _FACTS_OF_VERSION_1 = (
     *("sample_index", "part", "images", "reward", "score", "outcome", "error", "finish_reason", "truncated"),
     *("seed", "extra_logs"),
@@ -365,6 +376,7 @@ def _unpack_group(
     kept: Nuclei | None = None,
     routing: np.ndarray | None = None,
     names: Sequence[str] = _FACTS_OF_VERSION_1,
+    likely: np.ndarray | None = None,
 ) -> PromptGroup:
     """Returns a group whose arrays are views of the packed arrays. `facts` has the values of the fields
     `names`, one entry per sample."""
@@ -373,9 +385,12 @@ def _unpack_group(
         for whole, sizes in packed.values()
     ]
     sets: Sequence[Nuclei | None] = [None] * len(facts)
+    tokens: Sequence[np.ndarray | None] = [None] * len(facts)
+    of_actions = _slices(np.array(packed["rollout_log_probs"][1]), range(len(facts))) if facts else []
     if kept is not None:
-        num_actions = np.array(packed["rollout_log_probs"][1])
-        sets = kept.parts(_slices(num_actions, range(len(facts))))
+        sets = kept.parts(of_actions)
+    if likely is not None:
+        tokens = [likely[place] for place in of_actions]
     routings: Sequence[np.ndarray | None] = [None] * len(facts)
     if routing is not None:
         routings = np.split(routing, np.cumsum(packed["token_ids"][1])[:-1])
@@ -384,12 +399,15 @@ def _unpack_group(
         trajectories=[
             Trajectory(
                 prompt=prompt,
-                kept=of_actions,
+                kept=nuclei,
+                likely=most_likely,
                 routing=of_tokens,
                 **dict(zip(packed, arrays, strict=True)),
                 **dict(zip(names, values, strict=True)),
             )
-            for *arrays, of_actions, of_tokens, values in zip(*columns, sets, routings, facts, strict=True)
+            for *arrays, nuclei, most_likely, of_tokens, values in zip(
+                *columns, sets, tokens, routings, facts, strict=True
+            )
         ],
     )
 
@@ -400,6 +418,13 @@ def join_nuclei(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:
     if all(part.kept is None for part in parts):
         return None
     return Nuclei.joined([part.kept or Nuclei.for_all_tokens(part.num_actions) for part in parts])
+
+
+def join_likely(parts: "Sequence[Turn | Trajectory]") -> np.ndarray | None:
+    """Concatenates the likely tokens of all actions, (A, K). Returns None if an action has none."""
+    acted = [part for part in parts if part.num_actions]
+    known = [part.likely for part in acted if part.likely is not None]
+    return np.concatenate(known) if known and len(known) == len(acted) else None
 
 
 def join_routing(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
@@ -435,6 +460,7 @@ class Batch:
     num_actions: np.ndarray  # (B,) int64
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
     kept: Nuclei | None = None  # nuclei of all actions; None: all sampled from the whole vocabulary
+    likely: np.ndarray | None = None  # (A, K) LIKELY, of the sampler; None: not recorded
     routing: np.ndarray | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
     staleness: ActionColumn = None  # (A,) int32, age of the sampler's weights in updates; None: all 0
@@ -468,6 +494,7 @@ class Batch:
             num_actions=np.array(counts),
             images=_images(trajectories),
             kept=join_nuclei(trajectories),
+            likely=join_likely(trajectories),
             routing=join_routing(trajectories),
             rollout_log_probs=np.concatenate([t.rollout_log_probs for t in trajectories]),
             staleness=None if version is None else _staleness(trajectories, version),
@@ -492,6 +519,7 @@ class Batch:
             num_actions=self.num_actions[list(indices)],
             images=tuple(self.images[i] for i in indices) if self.images else (),
             kept=None if self.kept is None else Nuclei.joined(self.kept.parts(of_actions)),
+            likely=_gather(self.likely, of_actions),
             routing=_gather(self.routing, of_tokens),
             **columns,
         )
@@ -807,7 +835,8 @@ class StepsRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow(RowWithMore):
-    """A packed batch with everything that an update of policy or critic reads. All columns are (A,)."""
+    """A packed batch with everything that an update of policy or critic reads. A column is (A,) unless it
+    says otherwise."""
 
     old_log_probs: Tensor | None  # (A,) None: equal to the policy's own, or not read
     advantages: Tensor  # (A,)
@@ -817,6 +846,8 @@ class ExperienceRow(RowWithMore):
     ref_log_probs: Tensor | None = None  # (A,) None without a reference model
     values: Tensor | None = None  # (A,) None without a critic
     prompts: Tensor | None = None  # (A,) int32, number of the prompt; None if no loss reads it
+    likely_ids: Tensor | None = None  # (A, K) int64 of the sampler's likely tokens; None: not recorded
+    likely_log_probs: Tensor | None = None  # (A, K) their log-probs under the sampler
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
@@ -831,7 +862,14 @@ class ExperienceRow(RowWithMore):
             ref_log_probs=as_tensor(batch.ref_log_probs),
             values=as_tensor(batch.values),
             prompts=as_tensor(batch.prompts),
+            **({} if batch.likely is None else _likely(batch.likely)),
         )
+
+
+def _likely(tokens: np.ndarray) -> dict[str, Tensor]:
+    """Returns the columns of (A, K) `LIKELY`."""
+    ids, log_probs = tokens["id"].astype(np.int64), np.ascontiguousarray(tokens["log_prob"])
+    return {"likely_ids": torch.from_numpy(ids), "likely_log_probs": torch.from_numpy(log_probs)}
 
 
 ValueT = TypeVar("ValueT")

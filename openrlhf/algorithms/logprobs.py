@@ -113,8 +113,9 @@ def linear_log_probs(
     chunk: int | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log-probs of `targets` (A,) and, with `with_entropy`, entropies, both (A,) float32. Maps
-    hidden (A, H) to logits z (A, V) with weight (V, H) and bias (V,).
+    """Computes log-probs of `targets`, (A,) or (A, T) for T tokens at each action, in the shape of `targets`,
+    and, with `with_entropy`, entropies (A,), in float32. Maps hidden (A, H) to logits z (A, V) with weight
+    (V, H) and bias (V,).
 
     z = scale * cap(hidden @ weight.T + bias),   log p(y) = z_y - logsumexp(z),   H = -sum_v p_v log p_v
 
@@ -132,7 +133,7 @@ def linear_log_probs(
     if isinstance(scale, Tensor):
         scale = scale.to(_accumulation_dtype(hidden))
     arguments = hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk
-    if not with_entropy and _only_hidden_learns(hidden, weight, bias):
+    if not with_entropy and targets.dim() == 1 and _only_hidden_learns(hidden, weight, bias):
         return _LogProbsForward.apply(*arguments, False), None
     log_probs, entropy = _LinearLogProbs.apply(*arguments, with_entropy)
     return log_probs, entropy
@@ -183,7 +184,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk, with_entropy):
         log_z = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden))
-        log_probs = torch.empty_like(log_z)
+        log_probs = log_z.new_empty(targets.shape)
         entropy = torch.empty_like(log_z) if with_entropy else None
         head = HeadLogits(weight, bias, scale, softcap)
         for rows in chunks(len(hidden), chunk):
@@ -210,21 +211,24 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, targets, kept, log_z, entropy = ctx.saved_tensors
         grads = HeadGradients(hidden, ctx.weight, ctx.bias, ctx.needs_input_grad[:3], ctx.vocabulary)
-        grad_log_probs = torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs * ctx.scale
+        head = HeadLogits(ctx.weight, ctx.bias, ctx.scale, ctx.softcap)
+        if grad_log_probs is None:
+            grad_log_probs = log_z.new_zeros(targets.shape)
+        grad_log_probs = _columns(grad_log_probs) * head.scale_of(slice(None))
+        total = grad_log_probs.sum(1)
         if grad_entropy is not None:
             grad_entropy = grad_entropy * ctx.scale
-        head = HeadLogits(ctx.weight, ctx.bias, ctx.scale, ctx.softcap)
 
         def add(rows: slice) -> None:
             logits = _restrict_to_support(head(hidden[rows], rows), kept, rows, ctx.vocabulary)
             slope = head.slope(logits, rows)
             all_log_probs = logits.sub_(log_z[rows, None])
             # d log p(y) / dz = onehot(y) - p,   dH / dz = -p * (log p + H)
-            factor = grad_log_probs[rows, None]
+            factor = total[rows, None]
             if grad_entropy is not None:
                 factor = (all_log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(factor)
             grad = all_log_probs.exp_().mul_(factor).neg_()
-            ctx.vocabulary.add(grad, targets[rows, None], grad_log_probs[rows, None])
+            ctx.vocabulary.add(grad, _columns(targets[rows]), grad_log_probs[rows])
             grads.add(rows, hidden, ctx.weight, grad, slope)
 
         for rows in chunks(len(hidden), ctx.chunk):
@@ -283,14 +287,21 @@ def _restrict_to_support(logits: Tensor, kept: Tensor | None, rows: slice, vocab
 def _score(
     logits: Tensor, targets: Tensor, with_entropy: bool, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(C, V), (C,) -> logsumexp, log-probs and entropy, each (C,). The logits are overwritten."""
-    chosen = vocabulary.at(logits, targets[:, None])[:, 0]
+    """(C, V), targets -> logsumexp (C,), log-probs in the shape of the targets, and entropy (C,). The logits
+    are overwritten."""
+    chosen = vocabulary.at(logits, _columns(targets))
     log_z, exp, total = _log_sum_exp(logits, vocabulary)
+    log_probs = (chosen - log_z[:, None]).view_as(targets)
     if not with_entropy:
-        return log_z, chosen - log_z, None
+        return log_z, log_probs, None
     probs = exp.div_(total[:, None])
     entropy = torch.special.entr(probs, out=probs).sum(-1)
-    return log_z, chosen - log_z, vocabulary.total(entropy)
+    return log_z, log_probs, vocabulary.total(entropy)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """Returns (A,) as (A, 1), and (A, T) as it is."""
+    return x[:, None] if x.dim() == 1 else x
 
 
 def _log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:

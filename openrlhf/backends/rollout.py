@@ -18,7 +18,7 @@ from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.ppo import ACTOR_FLAG
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import RunError
-from openrlhf.types import Nuclei
+from openrlhf.types import LIKELY, Nuclei
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -242,6 +242,15 @@ def find_nuclei(ids: np.ndarray, log_probs: np.ndarray) -> Nuclei:
         counts=possible.sum(axis=1, dtype=np.int32),
         log_masses=np.where(is_whole, 0, np.log(shares.clip(max=1))).astype(np.float32),
     )
+
+
+def likely_tokens(ids: np.ndarray, log_probs: np.ndarray, count: int) -> np.ndarray:
+    """Returns the `count` most likely tokens of each action, (A, count) `LIKELY`. `ids` and `log_probs`: as
+    those of `find_nuclei`. Whether the sampled token is among the most likely ones does not change them."""
+    tokens = np.empty((len(ids), count), LIKELY)
+    if len(ids):  # an answer without tokens has no columns
+        tokens["id"], tokens["log_prob"] = ids[:, 1 : 1 + count], log_probs[:, 1 : 1 + count]
+    return tokens
 
 
 class AnswerStream(Protocol):

@@ -66,6 +66,7 @@ class RankGroup(Generic[WorkerT]):
 
     def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
         """Returns the model's output for each action, (A,). `method`: the worker method that computes it."""
+        batch = replace(batch, likely=None)  # only the policy's update reads them
         if self.config.ds.share_prefixes == "false":
             ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
         else:
@@ -77,7 +78,8 @@ class RankGroup(Generic[WorkerT]):
 
     def select(self, batch: Batch, sequences: Sequence[int]) -> Batch:
         """Returns these sequences of the batch, with the columns that a rank reads."""
-        return (batch if self.replays_routing else replace(batch, routing=None)).select(sequences)
+        own = batch if self.replays_routing else replace(batch, likely=None, routing=None)
+        return own.select(sequences)
 
     def select_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
         """Returns the answers of one rank per data-parallel group, out of those of all ranks."""
@@ -121,7 +123,11 @@ class RewardRanks(RankGroup[RewardWorker]):
     def score(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """Scores groups with the reward models. Returns the groups with the scores added to the episodes'
         rewards."""
-        read = [replace(t, routing=None) for group in groups for t in read_by_models(group.trajectories)]
+        read = [
+            replace(t, likely=None, routing=None)
+            for group in groups
+            for t in read_by_models(group.trajectories)
+        ]
         ranks = partition([len(t.token_ids) for t in read], self.data_parallel_size)
         refs = self.run("forward", [([read[i] for i in sequences],) for sequences in ranks])
         scores: dict[int, np.ndarray] = {}

@@ -591,6 +591,11 @@ class AdvantageConfig:
     is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
     """seq-mask-tis: bounds of a sequence's geometric mean ratio, `low high`, which stays much closer to 1.
     None: algo.advantage.is_correction_threshold."""
+    score_centering_top_k: CountOrZero = 0
+    """Score centering: subtract from the score of each action, grad log pi, its mean under the sampler, so
+    that differences between engine and trainer do not move the policy without a reward. Number of most likely
+    tokens that the engine records for the mean, such as 32: 8 bytes for each of them and each action, in
+    memory and in rollout files. Needs one optimizer step per RL step (train.force_on_policy). 0: off."""
     proximal_policy: ProximalPolicyName = "recomputed"
     """Decoupled PPO: proximal policy, the anchor of the clipped ratio. The off-policy correction weighs its
     difference to the sampling policy."""

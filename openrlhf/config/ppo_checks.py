@@ -46,6 +46,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_quotas(config),
             *_policy(config),
             *_correction(config),
+            *_centering(config),
             *_sampling(config),
             *_asynchronous(config),
             *_kl(config, explicit),
@@ -330,7 +331,7 @@ CORRECTS = "--algo.advantage.is_correction_level token corrects for that"
 def _corrects(config: PPOConfig) -> bool:
     """Returns whether the loss uses the log-probs of sampling."""
     advantage = config.algo.advantage
-    return advantage.corrects or advantage.proximal.is_sampler
+    return advantage.corrects or advantage.proximal.is_sampler or advantage.score_centering_top_k > 0
 
 
 def _sends_adapters(config: PPOConfig) -> bool:
@@ -465,6 +466,36 @@ def _correction(c: PPOConfig) -> Iterator[Problem]:
     if gating != "ratio" and len(threshold) == 2:
         text = f"a divergence ({gating}) has an upper bound alone; give one number, such as 0.05"
         yield Problem(THRESHOLD, text)
+
+
+def _centering(c: PPOConfig) -> Iterator[Problem]:
+    """Checks that the weight of an action's score is known for every other token at its place: 1, or a
+    function of the ratio of trainer to engine."""
+    key, chosen, kept = "algo.advantage.score_centering_top_k", c.algo.advantage, c.rollout.max_kept_tokens
+    if not chosen.score_centering_top_k:
+        return
+    by_type = chosen.is_correction_enable and chosen.is_correction_type not in ("tis", "icepop")
+    by_level = chosen.is_correction_level == "seq" or chosen.is_correction_gating != "ratio"
+    refused = {
+        f"actor.policy_loss_type {c.actor.policy_loss_type} weighs scores in another way; use ppo or cispo": (
+            c.actor.policy_loss_type not in ("ppo", "cispo")
+        ),
+        f"centers the scores of one optimizer step, and an RL step has {c.updates_per_step}; add "
+        "--train.force_on_policy": c.updates_per_step > 1,
+        f"algo.advantage.proximal_policy {chosen.proximal_policy} weighs scores by a clipped ratio; use "
+        "recomputed": chosen.proximal_policy != "recomputed",
+        f"the weight of algo.advantage.is_correction_type {chosen.is_correction_type} is known for sampled "
+        "tokens only; use tis or icepop": by_type,
+        "a mask of sequences, or by a divergence, is known for sampled tokens only; use "
+        "--algo.advantage.is_correction_level token and is_correction_gating ratio": (
+            chosen.is_correction_level != "off" and by_level
+        ),
+        f"top-p and top-k train over rollout.max_kept_tokens {kept} recorded tokens, and only these can be "
+        "centered; use at most that many, or raise rollout.max_kept_tokens": (
+            c.rollout.is_truncated and kept < chosen.score_centering_top_k
+        ),
+    }
+    yield from (Problem(key, text, ErrorCode.UNSUPPORTED) for text, is_so in refused.items() if is_so)
 
 
 def _skipped_log_probs(c: PPOConfig) -> Iterator[Problem]:

@@ -100,7 +100,6 @@ MOLT: dict[str, OldFlag] = {
     **removed(f"""
         {_ESTIMATOR} on_policy_distill: use --teacher.model_name_or_path, which rewards each action
         algo.advantage.is_correction_mode trunc: use clip and one upper bound, is_correction_threshold HIGH
-        algo.advantage.score_centering_top_k: scores are not centered; use --{_LEVEL} token
         algo.advantage.no_whiten: use --algo.advantage.no_std_norm (subtracts the mean), or flash_reinforce
         actor.loss_mode cispo: use --actor.policy_loss_type cispo; its eps_clip_low_high are distances from 1
         actor.freezing_steps: use --critic.freezing_steps, which counts RL steps

@@ -3,6 +3,7 @@ actions."""
 
 from typing import Any, NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -16,6 +17,7 @@ class TokenScores(NamedTuple):
 
     log_probs: Tensor  # (A,) float32; () if their sum was requested
     entropy: Tensor | None  # (A,) float32, None if not requested
+    likely: Tensor | None = None  # (A, K) float32, log-probs of other tokens; None if not requested
 
 
 class PolicyModel(RowModel):
@@ -30,21 +32,30 @@ class PolicyModel(RowModel):
         get_head(model).__class__ = LogProbHead
 
     def forward(
-        self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
+        self,
+        row: PackedRow,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        summed: bool = False,
+        likely: Tensor | None = None,
     ) -> TokenScores:
         """Returns the scores of the row's actions. `temperature` divides the logits, as in sampling, unless
         the row has those of its actions. For actions with a recorded top-p/top-k nucleus the distribution is
         the softmax over the recorded tokens, and the log of their total probability in the sampler
         (`Nuclei.log_masses`, a constant) is added to the log-probs. With `summed`, which excludes the
         entropy, returns the sum of the log-probs and computes the head's gradients in the forward pass, see
-        `sum_of_log_probs`.
+        `sum_of_log_probs`. `likely`: (A, K) further tokens at each action whose log-probs are returned too.
+        They must be inside its nucleus, or have probability 0 under the sampler.
         """
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
         divisors = temperature if row.temperatures is None else row.temperatures[states.own]
+        targets = row.token_ids[row.actions[states.own]]
+        if likely is not None:
+            targets = torch.cat([targets[:, None], likely[states.own]], 1)
         log_probs, entropy = get_head(self.model)(
             states.hidden,
-            row.token_ids[row.actions[states.own]],
+            targets,
             scale=scale / divisors,
             softcap=softcap,
             kept=None if row.kept_ids is None else row.kept_ids[states.own],
@@ -55,8 +66,11 @@ class PolicyModel(RowModel):
             return TokenScores(states.total(log_probs), None)
         log_probs = states.whole(log_probs)
         if row.log_masses is not None:
-            log_probs = log_probs + row.log_masses
-        return TokenScores(log_probs, None if entropy is None else states.whole(entropy))
+            log_probs = log_probs + (row.log_masses if likely is None else row.log_masses[:, None])
+        entropy = None if entropy is None else states.whole(entropy)
+        if likely is None:
+            return TokenScores(log_probs, entropy)
+        return TokenScores(log_probs[:, 0], entropy, log_probs[:, 1:])
 
 
 class LogProbHead(nn.Linear):
@@ -93,8 +107,8 @@ class LogProbHead(nn.Linear):
         with_entropy: bool = False,
         summed: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Returns logits without `targets`. With `targets` (A,): log-probs (A,), or their sum, and the
-        entropy (A,) or None, of softmax(scale * head(input)). `kept` restricts the softmax as in
+        """Returns logits without `targets`. With `targets`, (A,) or (A, T): their log-probs, or the sum, and
+        the entropy (A,) or None, of softmax(scale * head(input)). `kept` restricts the softmax as in
         `linear_log_probs`."""
         if targets is None:
             return self.vocabulary.joined(super().forward(input))

@@ -177,7 +177,8 @@ class _Job:
     trained: Trained | None
 
 
-_NUMBERS = [f"{name}.list.element" for name in ("rollout_log_probs", "kept_log_masses", *OF_ACTIONS)]
+_RECORDED = "kept_log_masses", "likely_log_probs"
+_NUMBERS = [f"{name}.list.element" for name in ("rollout_log_probs", *_RECORDED, *OF_ACTIONS)]
 _ENCODING: dict[str, Any] = {
     "compression": "zstd",
     "use_byte_stream_split": _NUMBERS,

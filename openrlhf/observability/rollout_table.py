@@ -13,6 +13,7 @@
     weight_versions                                        [{version, count}, ...] adding up to A
     rollout_log_probs                                      [A] log-probs of the sampler
     kept_ids, kept_counts, kept_log_masses                 `Nuclei`; null: the whole vocabulary
+    likely_ids, likely_log_probs                           [A * K] `LIKELY`, action after action; null: none
     log_probs, ref_log_probs, values, advantages, returns  [A] null where not computed
     optimizer_steps, ranks                                 of each update on it, by epoch; null: no update
 
@@ -30,7 +31,7 @@ import numpy as np
 import pyarrow as pa
 
 from openrlhf.observability.run_folder import LABEL_FORM, RENAMED_COLUMNS, plain, read_jsonl, read_label
-from openrlhf.types import Batch, Image, Nuclei, Outcome, Prompt, Trajectory
+from openrlhf.types import LIKELY, Batch, Image, Nuclei, Outcome, Prompt, Trajectory, not_none
 
 Visits = Sequence[Sequence[tuple[int, int]]]
 """For each sequence, by epoch: (optimizer step that trained on it, rank)."""
@@ -74,14 +75,15 @@ ARRAYS = pa.schema(
 )
 KEPT = pa.schema({"kept_ids": pa.list_(_INT), "kept_counts": pa.list_(_INT), "kept_log_masses": _FLOATS})
 """Columns of the top-p/top-k nucleus: the fields of `Nuclei` with the prefix `kept_`."""
-ADDED = ("turn_rewards", "images", "extra_texts", LABEL_FORM, *KEPT.names)
+LIKELY_TOKENS = pa.schema({"likely_ids": pa.list_(_INT), "likely_log_probs": _FLOATS})
+ADDED = ("turn_rewards", "images", "extra_texts", LABEL_FORM, *KEPT.names, *LIKELY_TOKENS.names)
 """Columns that journals of earlier versions lack."""
 OF_ACTIONS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
 """Columns of a `Batch` with one value per action."""
 TRAINED = pa.schema(
     {**dict.fromkeys(OF_ACTIONS, _FLOATS), "optimizer_steps": pa.list_(_INT), "ranks": pa.list_(_INT)}
 )
-SCHEMA = pa.unify_schemas([FACTS, ARRAYS, KEPT, TRAINED])
+SCHEMA = pa.unify_schemas([FACTS, ARRAYS, KEPT, LIKELY_TOKENS, TRAINED])
 
 
 def to_table(
@@ -92,7 +94,8 @@ def to_table(
 ) -> pa.Table:
     """Builds the table of a step. `batch`, `visits`: training data of the finished trajectories, in their
     order; None and empty if nothing is trained on them."""
-    columns = _facts(trajectories, responses) | _arrays(trajectories) | _kept(trajectories)
+    columns = _facts(trajectories, responses) | _arrays(trajectories)
+    columns |= _kept(trajectories) | _likely(trajectories)
     if batch is not None:
         columns |= _trained([t.ok for t in trajectories], batch, visits)
     nulls = {f.name: pa.nulls(len(trajectories), f.type) for f in SCHEMA if f.name not in columns}
@@ -121,8 +124,8 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [
-        replace(_trajectory(row | dict(zip(ARRAYS.names, own, strict=True))), kept=kept)
-        for row, own, kept in zip(facts, arrays, _nuclei(table), strict=True)
+        replace(_trajectory(row | dict(zip(ARRAYS.names, own, strict=True))), kept=kept, likely=likely)
+        for row, own, kept, likely in zip(facts, arrays, _nuclei(table), _tokens(table), strict=True)
     ]
 
 
@@ -137,6 +140,19 @@ def _nuclei(table: pa.Table) -> list[Nuclei | None]:
         None if is_missing else Nuclei(ids=ids, counts=counts, log_masses=log_masses)
         for is_missing, (ids, counts, log_masses) in zip(missing, sets, strict=True)
     ]
+
+
+def _tokens(table: pa.Table) -> list[np.ndarray | None]:
+    """Returns the likely tokens of each row; None where they were not recorded."""
+    if LIKELY_TOKENS.names[0] not in table.column_names:
+        return [None] * len(table)
+    found: list[np.ndarray | None] = []
+    columns = [_split(table[name]) for name in ("rollout_log_probs", *LIKELY_TOKENS.names)]
+    for actions, ids, log_probs in zip(*columns, strict=True):
+        tokens = np.empty(len(ids), LIKELY)
+        tokens["id"], tokens["log_prob"] = ids, log_probs
+        found.append(tokens.reshape(len(actions), -1) if len(ids) else None)
+    return found
 
 
 def table_of_json(path: Path) -> pa.Table:
@@ -204,6 +220,17 @@ def _kept(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
         parts = [getattr(kept, field.name.removeprefix("kept_")) for kept in sets]
         columns[field.name] = _cut(_joined(parts, field.type.value_type), [len(p) for p in parts], missing)
     return columns
+
+
+def _likely(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
+    missing = np.array([t.likely is None for t in trajectories], bool)
+    tokens = [np.empty(0, LIKELY) if t.likely is None else t.likely.ravel() for t in trajectories]
+    return {
+        field.name: _cut(
+            _joined([part[name] for part in tokens], field.type.value_type), [*map(len, tokens)], missing
+        )
+        for field, name in zip(LIKELY_TOKENS, not_none(LIKELY.names), strict=True)
+    }
 
 
 def _ranges(mask: np.ndarray) -> np.ndarray:

@@ -43,12 +43,15 @@ class Sampling:
     run_seed: int
     max_kept_tokens: int = 0
     """Maximum number of recorded tokens of a top-p/top-k nucleus; see RecordingEngine."""
+    num_likely: int = 0
+    """Number of recorded most likely tokens of each action."""
 
     @classmethod
     def for_training(cls, config: PPOConfig) -> "Sampling":
         rollout = config.rollout
         sampling = cls._of(config, "train", rollout.n_samples_per_prompt, rollout.temperature)
-        return replace(sampling, max_kept_tokens=rollout.max_kept_tokens)
+        likely = config.algo.advantage.score_centering_top_k
+        return replace(sampling, max_kept_tokens=rollout.max_kept_tokens, num_likely=likely)
 
     @classmethod
     def for_evaluation(cls, config: PPOConfig) -> "Sampling":
@@ -165,6 +168,7 @@ class EpisodeRunner:
             known,
             self.image_token_ids,
             sampling.max_kept_tokens,
+            sampling.num_likely,
         )
         seed = seed_at(*address)
         begun = Episode(prompt=prompt, sample_index=sample_index, seed=seed, turns=[], reward=None)

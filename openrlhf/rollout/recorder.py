@@ -45,15 +45,17 @@ class RecordingEngine:
         pictures: Sequence[tuple[Image, "Picture"]] = (),
         image_token_ids: tuple[int, ...] = (),
         max_kept_tokens: int = 0,
+        num_likely: int = 0,
     ) -> None:
         """`seed_address`: address of the first turn's seed; later turns append their index.
         `sampling_params`: the run's parameters. `pictures`: the prompt's images as the executor receives
         them. `image_token_ids`: tokens that stand for images, see `text.image_placeholder_ids`; empty if the
         policy reads no images. `max_kept_tokens`: maximum number of recorded tokens of a top-p/top-k nucleus;
-        0: none."""
+        0: none. `num_likely`: number of recorded most likely tokens of each action."""
         self._engine, self._address, self._given = engine, seed_address, sampling_params
         self._known = {id(picture): (image, picture) for image, picture in pictures}
         self._image_token_ids, self._max_kept_tokens = image_token_ids, max_kept_tokens
+        self._num_likely = num_likely
         self._answers: list[list[Turn]] = []  # for each request
         self._death: EngineDied | None = None
 
@@ -78,6 +80,7 @@ class RecordingEngine:
         params.stop_token_ids = params.stop_token_ids or self._given.stop_token_ids
         params.logprobs = params.logprobs or 0  # 0: of the sampled token; -1: of all tokens
         params.max_kept_tokens = self._max_kept_tokens if params.is_truncated else 0
+        params.num_likely = self._num_likely
         pictures = _pictures(multi_modal_data)
         self._check_placeholders(prompt_token_ids, len(pictures))
         images = tuple(self._image(picture) for picture in pictures)
@@ -166,6 +169,7 @@ def _turn(prompt_ids: np.ndarray, images: tuple[Image, ...], answer: Completion,
         finish_reason=answer.finish_reason,
         seed=seed + answer.index,
         kept=answer.kept,
+        likely=answer.likely,
         routing=answer.routing,
         images=images,
     )

@@ -6,7 +6,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from openrlhf.types import Episode, OneSample, Trajectory, Turn, join_nuclei, not_none, runs, unrouted
+from openrlhf.types import (
+    Episode,
+    OneSample,
+    Trajectory,
+    Turn,
+    join_likely,
+    join_nuclei,
+    not_none,
+    runs,
+    unrouted,
+)
 
 NO_TURN = Turn(
     prompt_ids=np.zeros(0, np.int32),
@@ -72,6 +82,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         rollout_log_probs=np.concatenate([turn.log_probs for turn in turns]),
         weight_versions=_joined([turn.weight_versions for turn in turns]),
         kept=join_nuclei(turns),
+        likely=join_likely(turns),
         routing=_routing(turns),
         images=last.images,
         turn_starts=np.array([len(turn.prompt_ids) for turn in acted], np.int32),
@@ -188,5 +199,6 @@ def _part(token_ids: np.ndarray, start: int, stop: int, turn: Turn, first: int) 
         finish_reason=turn.finish_reason,
         seed=turn.seed,
         kept=None if turn.kept is None else turn.kept.parts([taken])[0],
+        likely=None if turn.likely is None else turn.likely[taken],
         images=turn.images,
     )

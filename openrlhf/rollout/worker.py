@@ -61,8 +61,9 @@ class RolloutWorker:
             task: self.runner.with_executor(await self._build_executor(config.for_source(task), processor))
             for task in sorted(tasks)
         }
-        train = Sampling.for_training(config)
-        train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.engine.vocabulary))
+        train, most = Sampling.for_training(config), self.engine.vocabulary
+        kept, likely = min(train.max_kept_tokens, most), min(train.num_likely, most)
+        train = replace(train, max_kept_tokens=kept, num_likely=likely)
         self.samplings = {s.purpose: s for s in (train, Sampling.for_evaluation(config))}
 
     async def _build_executor(self, config: PPOConfig, processor: Any) -> AgentExecutorBase:
@@ -174,7 +175,9 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         enable_sleep=config.engines_sleep,
         load_weights=from_files,
         max_images=config.data.max_images_per_prompt,
-        max_logprobs=max(MAX_LOGPROBS, config.rollout.max_kept_tokens),
+        max_logprobs=max(
+            MAX_LOGPROBS, config.rollout.max_kept_tokens, config.algo.advantage.score_centering_top_k
+        ),
         lora=separate_adapters(config),
         returns_routing=config.algo.router_replay,
         keep_cache=config.vllm.keep_cache,

@@ -161,6 +161,7 @@ OURS = {
         "algo.advantage.is_correction_sequence_threshold",
         "algo.advantage.max_token_staleness",
         "algo.advantage.proximal_policy",
+        "algo.advantage.score_centering_top_k",
         "algo.advantage.staleness_decay",
         "algo.kl.ref",
         "algo.kl.unbiased_gradient",

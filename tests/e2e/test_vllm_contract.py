@@ -17,4 +17,4 @@ def test_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_worker: Calla
     for name, value in engine_class(options).environment(options).items():
         monkeypatch.setenv(name, value)
     (checked,) = run_worker("engine_contract_of_vllm", 1, model=str(model))
-    assert len(checked) == 10
+    assert len(checked) == 11

@@ -173,6 +173,24 @@ async def kept_sets(setting: Setting) -> None:
 
 
 @check
+async def likely_tokens(setting: Setting) -> None:
+    """Checks that the most likely tokens have their log-probs among all tokens, or among those that may be
+    sampled, and do not depend on the sampled one."""
+    for count, params in ((4, {}), (4, {"top_k": 3, "max_kept_tokens": 8}), (9, {"logprobs": 2})):
+        answer = await setting.answer(temperature=0.8, num_likely=count, **params)
+        assert answer.likely is not None and answer.likely.shape == (12, count)
+        expected = setting.log_probs(answer, 0.8).topk(count)
+        values = expected.values
+        if "top_k" in params:
+            values = torch.cat([values[:, :3].log_softmax(-1), torch.full((12, 1), -torch.inf)], 1)
+        known = slice(3) if "top_k" in params else slice(None)  # dropped tokens are all alike
+        assert answer.likely["id"][:, known].tolist() == expected.indices[:, known].tolist()
+        found = torch.from_numpy(answer.likely["log_prob"].copy())
+        torch.testing.assert_close(found, values, atol=TOLERANCE, rtol=0)
+    assert (await setting.answer()).likely is None
+
+
+@check
 async def a_request_that_is_given_up(setting: Setting) -> None:
     expected = list((await setting.answer(seed=9)).token_ids)
     given_up = asyncio.create_task(setting.answer(max_tokens=None, seed=2))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.backends.peak_memory import Peaks
-from openrlhf.backends.rollout import EngineOptions, find_nuclei
+from openrlhf.backends.rollout import EngineOptions, find_nuclei, likely_tokens
 from openrlhf.backends.weight_sync.buckets import Bucket, parse_metas
 from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint, fingerprints
@@ -216,7 +216,7 @@ class TransformersEngine:
             pad_token_id=0,  # unused: equally long prompts need no padding
             on_token=sampled,
             stop=stop,
-            likely=max(count or 0, params.max_kept_tokens) or count,
+            likely=max(count or 0, params.max_kept_tokens, params.num_likely) or count,
         )
         return [self._completion(r, answer, stops) for r, answer in zip(batch, generated, strict=True)]
 
@@ -230,9 +230,11 @@ class TransformersEngine:
             likely = likely[: len(ids)]
         is_cut = len(ids) < len(answer.token_ids)
         whole = self._text(request.prompt, ids, params) if params.detokenize else ""
-        sets = None
-        if params.max_kept_tokens and likely is not None:
-            sets = find_nuclei(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
+        sets = tokens = None
+        if (params.max_kept_tokens or params.num_likely) and likely is not None:
+            rows = likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy()
+            sets = find_nuclei(*rows) if params.max_kept_tokens else None
+            tokens = likely_tokens(*rows, params.num_likely) if params.num_likely else None
         ends = [(place, place + len(stop)) for stop in stops if (place := whole.find(stop)) >= 0]
         return Completion(
             index=0,
@@ -243,6 +245,7 @@ class TransformersEngine:
             log_probs=None if likely is None else likely.log_probs[:, 0].cpu().numpy(),
             versions=np.array([[self.version, len(ids)]], np.int32),
             kept=sets,
+            likely=tokens,
         )
 
     async def probe(self, token_ids: list[int], pictures: "Sequence[Picture]" = ()) -> EngineProbe:

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from openrlhf.backends.rollout import find_nuclei
+from openrlhf.backends.rollout import find_nuclei, likely_tokens
 from openrlhf.completions import Completion, Completions, SamplingParams
-from openrlhf.types import Nuclei, not_none, unrouted
+from openrlhf.types import not_none, unrouted
 
 if TYPE_CHECKING:
     import vllm
@@ -26,11 +26,12 @@ def vllm_params(params: SamplingParams, *, stream: bool = False) -> "vllm.Sampli
     as they are sampled."""
     names = library()
     asked: dict[str, Any] = dict(vars(params))
-    kept, log_probs = asked.pop("max_kept_tokens"), params.logprobs or 0
-    if kept and log_probs >= 0:
+    kept, likely, log_probs = asked.pop("max_kept_tokens"), asked.pop("num_likely"), params.logprobs or 0
+    if (kept or likely) and log_probs >= 0:
         # The most likely tokens are the top-p/top-k nucleus. One more token than top-k shows that the nucleus
         # is complete: the token has probability 0.
-        asked["logprobs"] = max(log_probs, min(kept, params.top_k + 1) if params.top_k > 0 else kept)
+        kept = min(kept, params.top_k + 1) if params.top_k > 0 else kept
+        asked["logprobs"] = max(log_probs, kept, likely)
     asked["output_kind"] = names.RequestOutputKind.DELTA if stream else names.RequestOutputKind.FINAL_ONLY
     asked["flat_logprobs"] = True  # halves the time per token, and can be read like a list
     asked["skip_clone"] = True  # nothing else refers to this object
@@ -57,7 +58,8 @@ def _completion(answer: "CompletionOutput", prompt_length: int, params: Sampling
         logprobs=cast(Any, log_probs),
         log_probs=None if log_probs is None else _sampled_log_probs(log_probs),
         versions=np.array(spans, np.int32).reshape(-1, 2),
-        kept=_nuclei(not_none(log_probs)) if params.max_kept_tokens else None,
+        kept=find_nuclei(*_rows(not_none(log_probs))) if params.max_kept_tokens else None,
+        likely=likely_tokens(*_rows(not_none(log_probs)), params.num_likely) if params.num_likely else None,
         routing=_routing(answer.routed_experts, prompt_length + len(answer.token_ids)),
         own=answer,
     )
@@ -78,8 +80,9 @@ def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:
     return values if len(values) == len(log_probs) else values[log_probs.start_indices]
 
 
-def _nuclei(log_probs: "FlatLogprobs") -> Nuclei:
+def _rows(log_probs: "FlatLogprobs") -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids and log-probs, (A, 1 + K): the sampled token, then the most likely ones."""
     shape = len(log_probs), len(log_probs.token_ids) // max(1, len(log_probs))
     ids = np.asarray(log_probs.token_ids, np.int32).reshape(shape)
     values = np.asarray(log_probs.logprobs, np.float64).reshape(shape)
-    return find_nuclei(ids, values)
+    return ids, values

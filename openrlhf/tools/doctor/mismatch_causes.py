@@ -85,8 +85,13 @@ class Examined:
         return self.policy.all_logits(self.rows)
 
     @cached_property
-    def temperature(self) -> float:
-        return float(self.run.flag("rollout.temperature", 1.0))
+    def temperature(self) -> float | Tensor:
+        """The sampling temperature; (A, 1), that of each action, if tasks have their own."""
+        whole = float(self.run.flag("rollout.temperature", 1.0))
+        own = [float(self.run.flag(f"tasks.{row.source}.temperature", whole)) for row in self.rows]
+        if {*own} <= {whole}:
+            return whole
+        return torch.tensor(own).repeat_interleave(torch.tensor([len(r.actions) for r in self.rows]))[:, None]
 
     @cached_property
     def limits(self) -> tuple[float, int]:
@@ -107,7 +112,7 @@ class Examined:
         """The sampler's nucleus, (A, V); None: all tokens."""
         return self.find_nucleus(self.logits, self.temperature)
 
-    def find_nucleus(self, logits: Tensor, temperature: float) -> Tensor | None:
+    def find_nucleus(self, logits: Tensor, temperature: float | Tensor) -> Tensor | None:
         return find_nucleus(logits, self.targets, temperature, *self.limits) if self.has_nucleus else None
 
     def over(self, nucleus: Tensor | None) -> np.ndarray:
@@ -117,7 +122,10 @@ class Examined:
     def either(self, logits: Tensor | None = None, temperature: float | None = None) -> np.ndarray:
         """Returns the log-probs of both sides, (2, 2, A), if the sampler has these logits and temperature, or
         if the trainer has them. A trainer over the recorded nucleus takes over the sampler's."""
-        changed = self.logits if logits is None else logits, temperature or self.temperature
+        changed = (
+            self.logits if logits is None else logits,
+            self.temperature if temperature is None else temperature,
+        )
         nucleus = self.find_nucleus(*changed)
         lp = lambda of: log_probs(changed[0], self.targets, changed[1], of)
         sampler = trainer = lp(nucleus)
@@ -271,8 +279,11 @@ def _tested(examined: Examined, name: str, variants: Callable[[Examined], Varian
 
 
 def _temperature(e: Examined) -> Variants:
-    for temperature in sorted({*TEMPERATURES, 1.0} - {e.temperature}):
-        text = f"temperature {temperature:g} on one side, {e.temperature:g} on the other"
+    given, known = float(e.run.flag("rollout.temperature", 1.0)), {*TEMPERATURES, 1.0}
+    of_tasks = isinstance(e.temperature, Tensor)
+    for temperature in sorted(known | {given} if of_tasks else known - {given}):
+        other = "those of the tasks" if of_tasks else f"{given:g}"
+        text = f"temperature {temperature:g} on one side, {other} on the other"
         yield text, e.either(temperature=temperature)
 
 

@@ -36,6 +36,8 @@ class MismatchRow:
     """Weight version that sampled the last action."""
     prompt: str
     response: str | None
+    source: str = "default"
+    """The prompt's `datasource`, which is the name of its task."""
 
     @property
     def difference(self) -> np.ndarray:
@@ -75,7 +77,7 @@ def read_sequences(path: Path) -> list[MismatchRow]:
     """Reads the sequences of a step that have actions and the log-probs of both sides, without images."""
     columns = [
         *("token_ids", "action_ranges", "weight_versions", "rollout_log_probs", "log_probs"),
-        *("prompt", "response", "images"),
+        *("prompt", "response", "images", "source"),
     ]
     table = read_table(path, columns).slice(0, MOST_ROWS).to_pylist()
     with reading(path):
@@ -100,6 +102,7 @@ def _row(row: dict) -> MismatchRow:
         version=row["weight_versions"][-1]["version"] if row["weight_versions"] else 0,
         prompt=row["prompt"] or "",
         response=row["response"] if inside.all() else None,
+        source=row["source"],
     )
 
 

@@ -100,15 +100,15 @@ def join_targets(rows: Sequence[MismatchRow]) -> Tensor:
 
 
 def log_probs(
-    logits: Tensor, targets: Tensor, temperature: float, nucleus: Tensor | None = None
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, nucleus: Tensor | None = None
 ) -> np.ndarray:
-    """Returns the log-probs of the targets at a temperature, (A,). `nucleus`: mask of the tokens that they
-    are normalised over, (A, V); None: all."""
+    """Returns the log-probs of the targets at a temperature, or at that of each, (A, 1): (A,). `nucleus`:
+    mask of the tokens that they are normalised over, (A, V); None: all."""
     return chosen(distribution(logits, temperature, nucleus), targets).double().numpy()
 
 
 def find_nucleus(
-    logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = -1
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, top_p: float, top_k: int = -1
 ) -> Tensor:
     """Returns the mask of the tokens that remain after top-k and top-p, and of the targets, (A, V)."""
     ordered, order = (logits / temperature).softmax(-1).sort(-1, descending=True)

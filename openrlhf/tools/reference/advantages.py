@@ -1,6 +1,7 @@
 """Advantages and returns of RL, one episode and one sequence at a time in float64."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -37,23 +38,29 @@ def plain_advantages(
     kl_coef: float,
     max_new_tokens: int,
     teacher_coef: float = 0.0,
-    tasks: Mapping[str, Any] = {},
+    tasks: Mapping[str, Mapping[str, Any]] = {},
 ) -> PlainAdvantages | None:
     """Returns the advantages of a batch; see `advantages.compute_advantages` for the arguments. None for what
-    these formulas do not cover: estimators of the user, tasks with values of their own, and groups of GRPO
-    whose rewards differ little after length penalties."""
+    these formulas do not cover: estimators of the user, and groups of GRPO whose rewards differ little after
+    length penalties."""
     name, gamma, lambd = algo.advantage.estimator, algo.advantage.gamma, algo.advantage.lambd
-    if name not in BASELINES or tasks:
+    if name not in BASELINES:
         return None
+    own = {t.prompt.source: _of_task(t.prompt.source, reward, tasks) for t in trajectories}
+    names = {t.group: tasks.get("estimator", {}).get(t.prompt.source, name) for t in trajectories}
     ends = np.cumsum(batch.num_actions)
     parts = [slice(end - n, end) for end, n in zip(ends, batch.num_actions, strict=True)]
-    groups = _rewards(batch, trajectories, reward, max_new_tokens)
+    groups = _rewards(batch, trajectories, own, max_new_tokens)
     if name == "flash_reinforce":  # its baseline is that of the whole step
         groups = {(0, 0): {sample: r for rewards in groups.values() for sample, r in rewards.items()}}
-    has_penalties = not (reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None)
-    if name == "group_norm" and has_penalties and any(map(_is_noise, groups.values())):
+        names = {(0, 0): name}
+    has_penalties = any(
+        r.overlong_buffer_len is not None or r.stop_properly_penalty_coef is not None for r in own.values()
+    )
+    normed = [rewards for group, rewards in groups.items() if names[group] == "group_norm"]
+    if has_penalties and any(map(_is_noise, normed)):
         return None
-    shaped = _shaped(groups, BASELINES[name], reward)
+    shaped = _shaped(groups, names, reward)
     found, returns = np.zeros((2, len(batch.rollout_log_probs)))
     for t, part in zip(trajectories, parts, strict=True):
         if part.start == part.stop:
@@ -61,7 +68,8 @@ def plain_advantages(
         rewards = np.zeros(part.stop - part.start)
         if batch.log_probs is not None and batch.ref_log_probs is not None and not algo.kl.use_loss:
             log_ratio = batch.log_probs[part].astype(np.float64) - batch.ref_log_probs[part]
-            rewards -= kl_coef * plain_kl(torch.from_numpy(log_ratio), algo.kl.estimator).numpy()
+            coef = tasks.get("kl_coef", {}).get(t.prompt.source, kl_coef)
+            rewards -= coef * plain_kl(torch.from_numpy(log_ratio), algo.kl.estimator).numpy()
         if batch.log_probs is not None and batch.teacher_log_probs is not None:
             log_ratio = batch.log_probs[part].astype(np.float64) - batch.teacher_log_probs[part]
             rewards -= teacher_coef * log_ratio
@@ -110,9 +118,17 @@ BASELINES: Mapping[str, Callable[[Sequence[float]], Sequence[float]] | None] = {
     "rloo": _left_one_out,
 }
 """Estimator -> function of the rewards of a group of at least two samples; None: rewards are not compared."""
+NOT_PENALTIES = ("estimator", "kl_coef")
+"""Values of tasks that are no penalties."""
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 DISCOUNTED = ("gae", "reinforce")
 """Estimators that discount, and that use the rewards of turns."""
+
+
+def _of_task(source: str, reward: RewardConfig, tasks: Mapping[str, Mapping[str, Any]]) -> RewardConfig:
+    """Returns the penalties of a source: the run's, with the values of its task."""
+    values = {key: of[source] for key, of in tasks.items() if key not in NOT_PENALTIES and source in of}
+    return replace(reward, **values)
 
 
 def _is_noise(rewards: Mapping[tuple, float]) -> bool:
@@ -121,15 +137,15 @@ def _is_noise(rewards: Mapping[tuple, float]) -> bool:
 
 
 def _rewards(
-    batch: Batch, trajectories: Sequence[Trajectory], reward: RewardConfig, max_new_tokens: int
+    batch: Batch, trajectories: Sequence[Trajectory], own: Mapping[str, RewardConfig], max_new_tokens: int
 ) -> dict[tuple[int, int], dict[tuple, float]]:
-    """Returns group -> episode -> its reward after length penalties."""
+    """Returns group -> episode -> its reward after the length penalties of its source, `own`."""
     episodes: dict[tuple, tuple[Trajectory, int]] = {}
     for t, num_actions in zip(trajectories, batch.num_actions.tolist(), strict=True):
         episodes[t.sample] = t, num_actions + (episodes[t.sample][1] if t.sample in episodes else 0)
     groups: dict[tuple[int, int], dict[tuple, float]] = {}
     for sample, (t, length) in episodes.items():
-        value = float(np.float32(not_none(t.reward)))
+        value, reward = float(np.float32(not_none(t.reward))), own[t.prompt.source]
         if (buffer := reward.overlong_buffer_len) is not None:
             excess = min(max(length - (max_new_tokens - buffer), 0), buffer)
             value -= excess / buffer * reward.overlong_penalty_factor
@@ -141,14 +157,14 @@ def _rewards(
 
 def _shaped(
     groups: Mapping[tuple[int, int], Mapping[tuple, float]],
-    baseline: Callable[[Sequence[float]], Sequence[float]] | None,
+    names: Mapping[tuple[int, int], str],
     reward: RewardConfig,
 ) -> dict[tuple, float]:
-    """Returns the reward of each episode minus the baseline, clipped."""
+    """Returns the reward of each episode minus the baseline of its group's estimator, `names`, clipped."""
     found: dict[tuple, float] = {}
-    for rewards in groups.values():
+    for group, rewards in groups.items():
         shaped: Sequence[float] = list(rewards.values())
-        if baseline is not None:
+        if (baseline := BASELINES[names[group]]) is not None:
             shaped = baseline(shaped) if len(shaped) > 1 else [0.0]
         found |= zip(rewards, np.clip(shaped, *reward.clip_range).tolist(), strict=True)
     return found

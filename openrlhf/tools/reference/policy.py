@@ -39,9 +39,10 @@ def plain_policy_loss(
     log_probs: Tensor,
     entropy: Tensor | None,
     kl_coef: float,
+    likely: Tensor | None = None,
 ) -> Tensor:
-    """Returns the loss of a row, (), given the policy's `log_probs` and `entropy`, (A,) float64; see
-    `is_covered`."""
+    """Returns the loss of a row, (), given the policy's `log_probs` and `entropy`, (A,) float64, and its
+    log-probs of the sampler's likely tokens, (A, K); see `is_covered`."""
     actor, total = config.actor, log_probs.new_zeros(())
     default = "sample_mean" if actor.policy_loss_type == "gspo" else "token_mean"
     ends = np.cumsum(row.row.num_actions.tolist()).tolist()
@@ -55,7 +56,9 @@ def plain_policy_loss(
             "constant_length": max(norm.num_sequences, 1) * config.longest_response,
         }[actor.loss_aggregation or default]
         part = slice(start, end)
-        losses = _sequence_loss(config, row, part, log_probs[part], kl_coef)
+        losses = _sequence_loss(
+            config, row, part, log_probs[part], kl_coef, None if likely is None else likely[part]
+        )
         if actor.entropy_coef:
             losses = losses - actor.entropy_coef * not_none(entropy)[part]
         total = total + losses.sum() / divisor
@@ -70,7 +73,9 @@ def _prompt_divisor(row: ExperienceRow, norm: LossNorm, action: int) -> float:
     return float(norm.prompt_tokens[row.prompts[action]]) * int((norm.prompt_tokens > 0).sum())
 
 
-def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tensor, kl_coef: float) -> Tensor:
+def _sequence_loss(
+    config: PPOConfig, row: ExperienceRow, part: slice, now: Tensor, kl_coef: float, likely: Tensor | None
+) -> Tensor:
     """Returns the loss of each action of a sequence, (n,), without the entropy."""
     actor, algo, advantage = config.actor, config.algo, config.algo.advantage
     sampler, advantages = row.rollout_log_probs[part].double(), row.advantages[part].double()
@@ -99,6 +104,8 @@ def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tens
         losses = losses * _gated(advantage, gap, anchor, sampler)
     elif advantage.is_correction_enable:
         losses = losses * _correction(advantage, gap)
+    if advantage.score_centering_top_k:
+        losses = losses + advantages * _expected_score(advantage, row, part, not_none(likely))
     if row.staleness is not None:
         oldest = advantage.max_token_staleness
         too_old = ages > (np.inf if oldest is None else oldest)
@@ -106,6 +113,24 @@ def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tens
     if algo.kl.use_loss and kl_coef > 0:
         losses = losses + kl_coef * _kl(algo.kl, row, part, now, anchor)
     return losses
+
+
+def _expected_score(advantage: AdvantageConfig, row: ExperienceRow, part: slice, likely: Tensor) -> Tensor:
+    """Returns numbers (n,) whose gradient is the sampler's mean of the weighted scores at each action. Beyond
+    the likely tokens the sampler has the policy's distribution, times a constant."""
+    sampler, now = not_none(row.likely_log_probs)[part].double(), likely.detach()
+    masses = row.row.log_masses
+    whole = torch.ones(len(now)).to(now) if masses is None else masses[part].double().exp()
+    others = (whole - sampler.exp().sum(1)).clamp(min=0) / (whole - now.exp().sum(1)).clamp(min=1e-6)
+
+    def weights(gap: Tensor) -> Tensor:
+        gap = gap.clamp(-LARGEST, LARGEST)
+        if advantage.is_correction_level != "off":
+            return _gated(advantage, gap, gap, gap)  # by the ratio alone
+        return _correction(advantage, gap) if advantage.is_correction_enable else torch.ones_like(gap)
+
+    mean = (sampler.exp() * weights(now - sampler) * likely).sum(1)
+    return mean - others * weights(-others.log()) * (now.exp() * likely).sum(1)
 
 
 def _kl(kl: KLConfig, row: ExperienceRow, part: slice, now: Tensor, anchor: Tensor) -> Tensor:

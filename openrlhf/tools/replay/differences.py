@@ -21,8 +21,8 @@ AFTER = (
 """Columns of the finished sample and its reward."""
 LEARNING = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "optimizer_steps", "ranks")
 """Columns of the training step."""
-SUPPORT = ("kept_ids", "kept_counts", "kept_log_masses")
-"""Columns of the top-p/top-k nucleus."""
+SUPPORT = ("kept_ids", "kept_counts", "kept_log_masses", "likely_ids", "likely_log_probs")
+"""Columns of the top-p/top-k nucleus, and of the likely tokens."""
 COLUMNS = (*IDENTITY, *BEFORE, *SAMPLING, *SUPPORT, *AFTER, "turn_rewards", *LEARNING)
 ORDER = "order of the samples"
 NUMBER = "number of samples"

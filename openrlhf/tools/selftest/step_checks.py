@@ -135,7 +135,8 @@ class StepChecks(Hook):
         plain formulas."""
         arguments = advantage_arguments(self.config, step.kl.coef)
         check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
-        synthetic, samples = synthetic_samples(batch, self.config.longest_response)
+        sources = ["default", *sorted({source for own in arguments["tasks"].values() for source in own})]
+        synthetic, samples = synthetic_samples(batch, self.config.longest_response, sources)
         if (expected := plain_advantages(synthetic, samples, **arguments)) is not None:
             synthetic, metrics = not_none(step.assign_advantages)(synthetic, samples)
             check_advantages(synthetic, expected, step.number, SYNTHETIC)

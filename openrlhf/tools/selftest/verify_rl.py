@@ -5,8 +5,9 @@ gradients at synthetic numbers. They equal those of `tools.reference`, whatever 
 A step of a run seldom shows a wrong formula. In a first step the KL is 0, all samples are there, and each has
 one sequence. So the synthetic samples have what a run meets later (`SYNTHETIC`)."""
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -93,19 +94,29 @@ def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, ste
     )
     entropy = 1 + _waves(size, 5)
 
+    def of_likely(log_probs: Tensor) -> Tensor | None:
+        if row.likely_log_probs is None:
+            return None
+        shape = row.likely_log_probs.shape
+        return log_probs[:, None] / 8 + _waves(shape.numel(), 6).view(shape) / 2 - 1 - math.log(shape[1])
+
     def output(log_probs: Tensor) -> Callable:
-        def model(row: PackedRow, temperature: float, with_entropy: bool) -> SimpleNamespace:
+        def model(
+            row: PackedRow, temperature: float, with_entropy: bool, likely: Tensor | None = None
+        ) -> SimpleNamespace:
             if temperature != expected:
                 causes = "Log-probs of another distribution than that of the samples would be trained."
                 raise broken(step, "the temperature of the policy's loss", temperature, expected, causes)
-            return SimpleNamespace(log_probs=log_probs, entropy=entropy if with_entropy else None)
+            return SimpleNamespace(
+                log_probs=log_probs, entropy=entropy if with_entropy else None, likely=of_likely(log_probs)
+            )
 
         return model
 
     _check_formula(
         "the policy's loss",
         lambda x, row, norm: objective(output(x), row, norm)[0],
-        lambda x, row, norm: plain_policy_loss(config, row, norm, x, entropy, kl_coef),
+        lambda x, row, norm: plain_policy_loss(config, row, norm, x, entropy, kl_coef, of_likely(x)),
         row,
         base,
         step,
@@ -179,16 +190,18 @@ def _waves(size: int, kind: int = 0) -> Tensor:
     return ((torch.arange(1, size + 1, dtype=torch.float64) + 37 * kind) ** 2).sin()
 
 
-def synthetic_samples(like: Batch, longest: int) -> tuple[Batch, list[Trajectory]]:
+def synthetic_samples(
+    like: Batch, longest: int, sources: Sequence[str] = ("default",)
+) -> tuple[Batch, list[Trajectory]]:
     """Returns synthetic samples with synthetic numbers in the columns that the batch `like` has. `longest`:
-    the number of actions of the longest response."""
+    the number of actions of the longest response. `sources`: those of the prompts, in turn."""
     trajectories, parts = [], Counter()
     for made in SYNTHETIC:
         size = made.length if made.length >= 0 else longest + made.length
         starts = [1 + i * size // len(made.turn_rewards) for i in range(len(made.turn_rewards))]
         trajectories.append(
             Trajectory(
-                prompt=Prompt(prompt_id=made.prompt, text=""),
+                prompt=Prompt(prompt_id=made.prompt, text="", source=sources[made.prompt % len(sources)]),
                 sample_index=made.sample,
                 part=parts[made.prompt, made.sample],
                 outcome=Outcome.OK,

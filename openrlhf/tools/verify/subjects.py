@@ -246,6 +246,7 @@ class PolicySubject(Subject):
     def __init__(self, config: PPOConfig, size: Size) -> None:
         at_rest = {f"actor.{key}": value for key, value in OPTIMIZER_AT_REST.items()}
         more = {"data.max_samples": min(config.data.max_samples, 8 * size.rows), "eval.dataset": None}
+        more["algo.advantage.score_centering_top_k"] = 0  # answers are not sampled
         self.config = with_values(config, {**AT_REST, **at_rest, **more, "train.enable_ema": False})
         self.path, self.size, self.notes = config.actor.model_name_or_path, size, {}
         self.kept: Batch | None = None
@@ -255,6 +256,8 @@ class PolicySubject(Subject):
             "ds.lora.dropout": config.ds.lora.dropout,
         }
         self.notes["answers"] = "pieces of other prompts; advantages are random numbers"
+        if config.algo.advantage.score_centering_top_k:
+            self.notes["score centering"] = "left out: nothing sampled these answers"
 
     @contextmanager
     def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:

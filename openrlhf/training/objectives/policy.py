@@ -1,11 +1,12 @@
 """The policy's objective in PPO and related algorithms."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from torch import Tensor
 
+from openrlhf.algorithms.centering import centering
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.corrections.base import Correction, SamplerMismatch
 from openrlhf.algorithms.kl import approx_kl, unbiased_gradient
@@ -23,6 +24,7 @@ from openrlhf.config.ppo import (
     PPOConfig,
     ProximalPolicyName,
 )
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import ExperienceRow, LossNorm, not_none
 
 IS_METRICS = "policy/is_weight_mean", "policy/is_masked_fraction"
@@ -37,6 +39,8 @@ class PolicyObjective:
     actions. Ratios are per token in `ppo` and `cispo`, and per sequence in `gspo`. In `gspo`, w is computed
     from the sequence's ratio pi_prox / pi_behave and v from its mean staleness, so a sequence is clipped,
     weighted or dropped as a whole. All three means are reduced by `aggregation`.
+
+    With `centers_scores`, the surrogate of an action is w * loss + A * C, with C of `centering`.
 
     With the proximal policy `recomputed`, a row without `old_log_probs` belongs to a step with a single
     update, in which pi_prox equals the policy.
@@ -56,6 +60,9 @@ class PolicyObjective:
     correction_of_sequences: tuple[float, float] | None = None
     """Bounds of the sequence ratio in seq-mask-tis. None: the token bounds."""
     proximal_policy: ProximalPolicyName = "recomputed"
+    centers_scores: bool = False
+    """Subtract the sampler's expected score, see `centering`; for losses whose gradient is -A * grad log pi
+    at the ratio 1, and corrections that are functions of a token's ratio."""
     staleness_decay: float = 1.0
     max_staleness: int | None = None
     """Staleness beyond which v is 0. None: no limit."""
@@ -93,6 +100,7 @@ class PolicyObjective:
             correction_high=correction_high,
             correction_of_sequences=advantage.is_correction_sequence_threshold,
             proximal_policy=advantage.proximal_policy,
+            centers_scores=advantage.score_centering_top_k > 0,
             staleness_decay=advantage.staleness_decay,
             max_staleness=advantage.max_token_staleness,
             kl_coef=kl_coef if algo.kl.use_loss else 0.0,
@@ -115,7 +123,8 @@ class PolicyObjective:
         items = not_none(batch.prompts) if aggregation.by_prompt else counts
         contribution = lambda x: aggregation.of(x, items, norm, self.longest_response)
         with_entropy = self.entropy_coef is not None or surrogate.needs_entropy
-        output = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
+        likely = {"likely": _likely_ids(batch)} if self.centers_scores else {}
+        output = model(batch.row, temperature=self.temperature, with_entropy=with_entropy, **likely)
         now = output.log_probs.detach()
         if self.seen is not None:
             self.seen.append(now)
@@ -145,10 +154,21 @@ class PolicyObjective:
             "policy/clip_low_fraction": token_mean(at_low.float(), norm),
             "policy/clip_high_fraction": token_mean(at_high.float(), norm),
         }
-        for (mean, masked), weights in self._weights(batch, proximal, surrogate.ratio):
-            policy_loss = policy_loss * weights
+
+        def weighted(loss: Tensor, weights: Tensor, mean: str, masked: str) -> Tensor:
             metrics[mean] = token_mean(weights, norm)
             metrics[masked] = token_mean((weights == 0).float(), norm)
+            return loss * weights
+
+        if self.correction is not None:
+            weights = self._correct(batch, proximal, batch.rollout_log_probs, surrogate.ratio)
+            policy_loss = weighted(policy_loss, weights, *IS_METRICS)
+        if self.centers_scores:  # with the correction's weights, so it comes after them
+            policy_loss = policy_loss + self._centering(batch, not_none(output.likely), norm, metrics)
+        if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
+            limits = self.staleness_decay, self.max_staleness
+            weights = staleness_weights(batch.staleness, counts, *limits, surrogate.ratio)
+            policy_loss = weighted(policy_loss, weights, *STALENESS_METRICS)
         loss = metrics["policy/loss"] = contribution(policy_loss)
         if self.kl_coef > 0:
             kl = self._kl(batch, output.log_probs, proximal)
@@ -171,31 +191,48 @@ class PolicyObjective:
         old = proximal if batch.old_log_probs is None else batch.old_log_probs
         return unbiased_gradient(kl, log_probs, reference, old)
 
-    def _weights(
-        self, batch: ExperienceRow, proximal: Tensor, ratio: Literal["token", "sequence"]
-    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yields the weights (A,) w of the off-policy correction and v of the staleness, if the run has them.
-        Each comes with the names of two metrics: its mean, and the fraction of actions with weight 0."""
-        counts = batch.row.num_actions
-        if self.correction is not None:
-            mismatch = SamplerMismatch(
-                log_ratio=LOG_RATIOS[ratio](proximal, batch.rollout_log_probs, counts),
+    def _centering(
+        self, batch: ExperienceRow, likely: Tensor, norm: LossNorm, metrics: dict[str, Tensor]
+    ) -> Tensor:
+        """Returns A * C of each action, (A,), and adds its metrics."""
+        sampler, correct = not_none(batch.likely_log_probs), lambda p, q: self._correct(batch, p, q)
+        weigh = None if self.correction is None else correct
+        coefs = centering(likely.detach(), sampler, weigh, batch.row.log_masses)
+        metrics["policy/centered_mass"] = token_mean(sampler.exp().sum(-1), norm)
+        metrics["policy/centering_shift"] = token_mean(coefs.abs().sum(-1), norm)
+        return batch.advantages * (coefs * likely).sum(-1)
+
+    def _correct(
+        self,
+        batch: ExperienceRow,
+        log_probs: Tensor,
+        sampler: Tensor,
+        ratio: Literal["token", "sequence"] = "token",
+    ) -> Tensor:
+        """Returns the weights of the off-policy correction, in the shape of `log_probs` and `sampler`."""
+        counts, correct = batch.row.num_actions, not_none(self.correction)
+        if not isinstance(correct, Correction):
+            correct = CORRECTIONS[correct].of(self.options)
+        return correct(
+            SamplerMismatch(
+                log_ratio=LOG_RATIOS[ratio](log_probs, sampler, counts),
                 counts=counts,
-                log_probs=proximal,
-                rollout_log_probs=batch.rollout_log_probs,
+                log_probs=log_probs,
+                rollout_log_probs=sampler,
                 bounds=(self.correction_low, self.correction_high),
                 sequence_bounds=self.correction_of_sequences,
                 staleness=batch.staleness,
             )
-            correct = self.correction
-            if not isinstance(correct, Correction):
-                correct = CORRECTIONS[correct].of(self.options)
-            yield IS_METRICS, correct(mismatch)
-        if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
-            yield (
-                STALENESS_METRICS,
-                staleness_weights(batch.staleness, counts, self.staleness_decay, self.max_staleness, ratio),
-            )
+        )
+
+
+def _likely_ids(batch: ExperienceRow) -> Tensor:
+    if batch.likely_ids is None:
+        text = "the samples lack the sampler's likely tokens: it did not record them, or did not sample these"
+        raise UsageError(
+            ErrorCode.INVALID_VALUE, f"{text}; set 0", flag="--algo.advantage.score_centering_top_k"
+        )
+    return batch.likely_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

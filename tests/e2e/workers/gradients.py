@@ -24,7 +24,7 @@ from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import Batch, ExperienceRow, PackedRow
+from openrlhf.types import LIKELY, Batch, ExperienceRow, PackedRow
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)
 BEGINNINGS = {7: (3, 15), 2: (3, 10), 8: (7, 11), 5: (2, 9)}
@@ -86,6 +86,7 @@ OBJECTIVES: dict[str, tuple] = {
             ExperienceRow.of,
         ),
     ),
+    "centered": (policy, (PolicyObjective(centers_scores=True, correction="tis"), ExperienceRow.of)),
     "critic": (critic, (CriticObjective(value_clip=0.2), ExperienceRow.of)),
 }
 """Model, objective and rows of each case."""
@@ -122,7 +123,16 @@ def experiences() -> Batch:
         made["token_ids"][sample][:length] = made["token_ids"][other][:length]
     num_actions = np.array([int(mask.sum()) for mask in made["action_mask"]])
     joined = {name: torch.cat(columns).numpy() for name, columns in made.items()}
-    return Batch(lengths=np.array(LENGTHS), num_actions=num_actions, **joined)
+    likely = likely_tokens(int(num_actions.sum()), random)
+    return Batch(lengths=np.array(LENGTHS), num_actions=num_actions, likely=likely, **joined)
+
+
+def likely_tokens(num_actions: int, random: torch.Generator) -> np.ndarray:
+    """Returns four likely tokens of each action, with about half of the probability, as recorded."""
+    tokens = np.empty((num_actions, 4), LIKELY)
+    tokens["id"] = torch.randint(3, 300, tokens.shape, generator=random)
+    tokens["log_prob"] = -2 - torch.rand(tokens.shape, generator=random)
+    return tokens
 
 
 def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> dict[str, torch.Tensor]:

@@ -52,6 +52,34 @@ def test_values_and_gradients(chunk, options, has_bias):
         torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, None])
+@pytest.mark.parametrize("head_learns", [True, False])
+@pytest.mark.parametrize("scale", [2.0, torch.linspace(0.5, 2, A, dtype=torch.float64)], ids=["one", "each"])
+def test_several_targets_of_an_action(chunk, head_learns, scale):
+    """Also with one token twice, and with a gradient for some of them only."""
+    results = []
+    for is_plain in (True, False):
+        hidden, weight, bias, targets = inputs()
+        weight.requires_grad_(head_learns), bias.requires_grad_(head_learns)
+        targets = torch.stack([targets, targets.flip(0), targets], 1)
+        if is_plain:
+            logits = 3.0 * torch.tanh((hidden @ weight.t() + bias) / 3.0)
+            log_probs = distribution(logits * torch.as_tensor(scale).view(-1, 1)).gather(1, targets)
+        else:
+            options = {"scale": scale, "bias": bias, "softcap": 3.0, "chunk": chunk}
+            log_probs, _ = linear_log_probs(hidden, weight, targets, **options)
+        mix = torch.arange(3.0 * A, dtype=torch.float64).view(A, 3).masked_fill(targets == targets[0], 0)
+        (log_probs * mix).sum().backward()
+        results.append([log_probs, hidden.grad, *([weight.grad, bias.grad] if head_learns else [])])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    hidden, weight, _, targets = inputs(num_actions=0)
+    nothing, _ = linear_log_probs(hidden, weight, targets[:, None].expand(0, 4))
+    assert nothing.shape == (0, 4)
+    nothing.sum().backward()
+    assert not weight.grad.any()
+
+
 @pytest.mark.parametrize("which", ["log_probs", "entropy"])
 def test_gradient_of_one_output_only(which):
     results = []

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import math
 import time
+from pathlib import Path
 
 import pytest
 from command_lines import problems_of
@@ -37,6 +38,8 @@ GSPO = "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
 SKIP = "--algo.skip_old_log_probs --train.batch_size 1024 "
 IS = "--algo.advantage.is_correction_"
 LEVEL = f"{IS}level"
+SAPO = f"{Path(__file__).parents[3]}/examples/python/sapo.py:SAPO"
+CENTERED, ONE_STEP = "--algo.advantage.score_centering_top_k 32", "--train.force_on_policy"
 SAMPLER = "--algo.kl.ref rollout --algo.kl.use_loss --algo.kl.estimator k3"
 CRITIC = "--algo.advantage.estimator gae"
 WITH_IMAGES = "--data.max_images_per_prompt 1 --data.apply_chat_template"
@@ -392,6 +395,19 @@ CHECKS = [
         f"{LEVEL} token",
         "--algo.advantage.proximal_policy",
     ),
+    *(
+        (PPO, f"{ONE_STEP} {CENTERED} {line}", "unsupported", CENTERED, remedy)
+        for line, remedy in (
+            ("--actor.policy_loss_type gspo", "use ppo or cispo"),
+            (f"--actor.policy_loss_type {SAPO}", "use ppo or cispo"),
+            ("--algo.advantage.proximal_policy rollout", "use recomputed"),
+            (f"{LEVEL} seq", "is_correction_level token"),
+            (f"{LEVEL} token {IS}gating tv {IS}threshold 0.1", "is_correction_gating ratio"),
+            (f"{IS}enable {IS}type seq-mask-tis", "use tis or icepop"),
+            ("--rollout.top_p 0.9 --rollout.max_kept_tokens 31", "raise rollout.max_kept_tokens"),
+        )
+    ),
+    (PPO, CENTERED, "unsupported", CENTERED, "--train.force_on_policy"),
     (PPO, "--algo.kl.ref rollout", "conflict", "--algo.kl.ref rollout", "--algo.kl.use_loss"),
     (PPO, f"{SAMPLER} --algo.kl.target 0.1", "conflict", "--algo.kl.target 0.1", "--algo.kl.ref model"),
     (PPO, "--rollout.top_k 1", "conflict", "--rollout.top_k 1", "use 2"),
@@ -1223,11 +1239,33 @@ def test_how_stale_samples_can_be(line, steps, say):
     "line", ["--rollout.vllm_generate_batch_size 2048", "--train.async_enable --train.async_queue_size 2"]
 )
 def test_a_ratio_to_the_sampler_knows_that_samples_are_older(line, say):
-    remarks = [say(PPO, f"{line} {more}")[1] for more in ("", "--algo.advantage.proximal_policy rollout")]
+    more = ("", "--algo.advantage.proximal_policy rollout", f"{CENTERED} {ONE_STEP}")
+    remarks = [say(PPO, f"{line} {flags}")[1] for flags in more]
     assert [any("algo.advantage.is_correction_level" in text for text in texts) for texts in remarks] == [
         True,
         False,
+        False,
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        f"{LEVEL} token",
+        f"{LEVEL} token {IS}mode clip {IS}threshold 2",
+        f"{IS}enable {IS}type icepop",
+        "--actor.policy_loss_type cispo",
+        "--rollout.top_p 0.9",
+        "--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.ref rollout",
+        "--rollout.temperature 0.7",
+    ],
+)
+def test_what_scores_can_be_centered_with(line, say):
+    config, problems = say(PPO, f"{ONE_STEP} {CENTERED} {line}")
+    assert config is not None, problems
+    assert config.algo.advantage.score_centering_top_k == 32
+    assert not any("score_centering" in text for text in problems)
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "prm", "dpo", "kto", "kd", "ppo"])

@@ -111,7 +111,7 @@ def test_flags_and_values_of_molt(line: str, flags: dict[str, Any]) -> None:
     [
         (PPO, "--vllm.dtype bfloat16", "engines compute in --ds.param_dtype"),
         (PPO, "--actor.loss_mode cispo", "use --actor.policy_loss_type cispo"),
-        (PPO, "--algo.advantage.score_centering_top_k 32", "use --algo.advantage.is_correction_level token"),
+        (PPO, "--algo.advantage.no_whiten", "use --algo.advantage.no_std_norm"),
         (SFT, "--fsdp.offload full", "use --ds.adam_offload"),
     ],
 )

@@ -248,6 +248,8 @@ def experiences(made: list[Sample] | None = None) -> ExperienceRow:
         rollout_log_probs=-4 + noise(row, 4),
         ref_log_probs=-4 + noise(row, 5),
         values=noise(row, 6),
+        likely_ids=row.token_ids[row.actions][:, None] // torch.tensor([1, 2, 3]),
+        likely_log_probs=-2 + noise(row, 7)[:, None] * torch.tensor([1.0, -2.0, 3.0]),
     )
 
 
@@ -294,6 +296,11 @@ OBJECTIVES: dict[str, tuple[Callable, Callable, Callable]] = {
     "sft": (lambda: PolicyModel(policy()), lambda: PackedRow.of(samples()), lambda m: SFTObjective()),
     "ppo": (lambda: PolicyModel(policy()), experiences, lambda m: PPO),
     "gspo": (lambda: PolicyModel(policy()), experiences, lambda m: PolicyObjective(loss_type="gspo")),
+    "centered": (
+        lambda: PolicyModel(policy()),
+        experiences,
+        lambda m: PolicyObjective(centers_scores=True, correction="tis"),
+    ),
     "balance": (
         lambda: PolicyModel(language_model(ARCHITECTURES["qwen3 moe"])),
         experiences,

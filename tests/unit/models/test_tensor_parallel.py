@@ -390,6 +390,8 @@ def scores(vocabulary: Vocabulary, part: slice, **options: Any) -> dict[str, Ten
     draw = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
     hidden, weight, bias, targets = draw(7, 5), draw(12, 5), draw(12), torch.tensor([0, 3, 4, 5, 7, 8, 11])
     towards = draw(2, 7)
+    if options.pop("several", False):
+        targets = torch.stack([targets, targets.flip(0), targets], 1)
     hidden.requires_grad_()
     weight, bias = weight[part].requires_grad_(options.pop("learns", True)), bias[part]
     bias.requires_grad_(weight.requires_grad)
@@ -398,7 +400,7 @@ def scores(vocabulary: Vocabulary, part: slice, **options: Any) -> dict[str, Ten
         log_probs, entropy = sum_of_log_probs(hidden, weight, targets, **common, **options), None
     else:
         log_probs, entropy = linear_log_probs(hidden, weight, targets, **common, **options)
-    loss = (towards[0] * log_probs).sum()
+    loss = (towards[0] * log_probs.t()).sum()
     (loss if entropy is None else loss + (towards[1] * entropy).sum()).backward()
     return {
         "log_probs": log_probs.detach(),
@@ -423,6 +425,8 @@ KEPT = torch.tensor([[0, 3, 9], [3, 3, 2], [4, 5, 4], [-1, -1, -1], [7, 0, 1], [
         {"kept": KEPT, "learns": False},
         {"learns": False},
         {"summed": True},
+        {"several": True, "learns": False},
+        {"several": True, "with_entropy": True, "kept": KEPT},
     ],
     ids=str,
 )

@@ -10,7 +10,15 @@ from vllm.outputs import WeightVersionSpan
 
 from openrlhf.agents.base import AgentExecutorBase, Reward, RewardError, SingleTurnAgentExecutor
 from openrlhf.backends.rollout import EngineDied
-from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RolloutConfig, TrainConfig
+from openrlhf.config.ppo import (
+    AdvantageConfig,
+    AlgoConfig,
+    EvalConfig,
+    PPOConfig,
+    PromptDataConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.seeds import seed_at
@@ -287,6 +295,7 @@ def test_sampling_of_a_configuration():
         eval=EvalConfig(n_samples_per_prompt=2, temperature=0.1),
         data=PromptDataConfig(max_len=99),
         train=TrainConfig(seed=11),
+        algo=AlgoConfig(advantage=AdvantageConfig(score_centering_top_k=3)),
     )
     train = Sampling(
         purpose="train",
@@ -299,9 +308,11 @@ def test_sampling_of_a_configuration():
         stop=("User:",),
         run_seed=11,
         max_kept_tokens=9,
+        num_likely=3,
     )
     assert Sampling.for_training(config) == train
-    evaluation = replace(train, purpose="eval", num_samples=2, temperature=0.1, max_kept_tokens=0)
+    nothing_more = {"max_kept_tokens": 0, "num_likely": 0}
+    evaluation = replace(train, purpose="eval", num_samples=2, temperature=0.1, **nothing_more)
     assert Sampling.for_evaluation(config) == evaluation
     own = replace(config, eval=replace(config.eval, top_p=0.3, max_new_tokens=5))
     assert Sampling.for_evaluation(own) == replace(evaluation, top_p=0.3, max_new_tokens=5)

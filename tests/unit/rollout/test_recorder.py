@@ -127,7 +127,7 @@ def test_every_field_of_vllm_is_known() -> None:
 
 def test_our_parameters_have_vllms_names_and_reach_vllm() -> None:
     """Options of vLLM alone, of a user's own record, and attributes that a user sets arrive too."""
-    fields = set(vars(SamplingParams())) - {"max_kept_tokens"}
+    fields = set(vars(SamplingParams())) - {"max_kept_tokens", "num_likely"}
     assert fields < set(VLLMParams.__struct_fields__)
     fake = Engine([5])
     handed = copy.copy(GIVEN)

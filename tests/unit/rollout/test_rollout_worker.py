@@ -14,6 +14,7 @@ from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe
 from openrlhf.config.ppo import (
     ActorConfig,
+    AdvantageConfig,
     AlgoConfig,
     EvalConfig,
     PPOConfig,
@@ -122,6 +123,7 @@ def test_a_worker_starts_its_engine_and_runs_episodes_as_the_flags_say(model: Pa
         eval=EvalConfig(n_samples_per_prompt=2, temperature=0.1),
         data=PromptDataConfig(apply_chat_template=True),
         vllm=VllmConfig(num_engines=1),
+        algo=AlgoConfig(advantage=AdvantageConfig(score_centering_top_k=70)),
     )
     worker = started(config, 0.25)
     assert worker.engine.calls == [("start", 0.25)] and worker.rewards[0].name == "RemoteReward"
@@ -142,7 +144,7 @@ def test_a_worker_starts_its_engine_and_runs_episodes_as_the_flags_say(model: Pa
     train, evaluation = worker.samplings["train"], worker.samplings["eval"]
     assert (train.num_samples, train.temperature) == (6, 0.7)
     assert (evaluation.num_samples, evaluation.temperature) == (2, 0.1)
-    assert train.max_kept_tokens == 50  # all of the vocabulary
+    assert train.max_kept_tokens == train.num_likely == 50  # all of the vocabulary
 
 
 def test_placeholders_of_pictures_are_known(made: dict, tmp_path: Path) -> None:
@@ -356,9 +358,10 @@ def test_every_flag_of_an_engine_reaches_it(model: Path) -> None:
     assert isinstance(other, EngineOptions) and not other.enable_prefix_caching
 
 
-@pytest.mark.parametrize(("kept", "most"), [(5, 20), (500, 500)])
+@pytest.mark.parametrize(("kept", "likely", "most"), [(5, 5, 20), (500, 40, 500), (5, 64, 64)])
 def test_an_engine_returns_enough_log_probs_for_clients_and_for_supports(
-    model: Path, kept: int, most: int
+    model: Path, kept: int, likely: int, most: int
 ) -> None:
-    config = config_of(model, rollout=RolloutConfig(max_kept_tokens=kept))
+    algo = AlgoConfig(advantage=AdvantageConfig(score_centering_top_k=likely))
+    config = config_of(model, rollout=RolloutConfig(max_kept_tokens=kept), algo=algo)
     assert engine_options(config, on_gpu=False).max_logprobs == most

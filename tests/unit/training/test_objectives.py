@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import batch_of, trajectory
+from refusals import refused
 from torch import Tensor, nn
 
 from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.corrections.gated import Gated
 from openrlhf.algorithms.corrections.tis import TIS
 from openrlhf.algorithms.logprobs import linear_log_probs
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
@@ -20,8 +22,9 @@ from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.proximal.recomputed import Recomputed
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample, not_none
+from openrlhf.types import LIKELY, Batch, ExperienceRow, LossNorm, PackedRow, Sample, not_none
 
 VOCAB = 7
 
@@ -29,6 +32,7 @@ VOCAB = 7
 class TokenScores(NamedTuple):
     log_probs: Tensor
     entropy: Tensor | None
+    likely: Tensor | None = None
 
 
 class Bigram(nn.Module):
@@ -41,14 +45,22 @@ class Bigram(nn.Module):
         self.head = nn.Linear(3, VOCAB, bias=False, dtype=torch.float64)
 
     def forward(
-        self, row: PackedRow, temperature: float, with_entropy: bool = False, summed: bool = False
+        self,
+        row: PackedRow,
+        temperature: float,
+        with_entropy: bool = False,
+        summed: bool = False,
+        likely: Tensor | None = None,
     ) -> TokenScores:
         actions = row.action_mask.nonzero()[:, 0]
         hidden = self.embedding(row.token_ids[actions - 1])
         log_probs, entropy = linear_log_probs(
             hidden, self.head.weight, row.token_ids[actions], scale=1 / temperature, with_entropy=with_entropy
         )
-        return TokenScores(log_probs.sum() if summed else log_probs, entropy)
+        of_likely = None
+        if likely is not None:
+            of_likely, _ = linear_log_probs(hidden, self.head.weight, likely, scale=1 / temperature)
+        return TokenScores(log_probs.sum() if summed else log_probs, entropy, of_likely)
 
 
 def fixed(log_probs, entropy=None):
@@ -71,13 +83,14 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
     """Returns sequences of prompt, actions, feedback, and one more action; or of no action at all. `gaps`:
     more feedback of each before its last action. The token right before an action stays, so a Bigram gives
     every action the probability that it has without gaps. Samplers are up to 4 updates behind."""
-    samples, columns, staleness, prompts = [], [], [], []
+    samples, columns, staleness, prompts, likely = [], [], [], [], []
     for i, num_actions in enumerate(counts):
         random = torch.Generator().manual_seed(seed + i)
         mask = [False, False] + [True] * num_actions + [False] + [num_actions > 0]
         noise = torch.randn(5, sum(mask), generator=random, dtype=torch.float64)
         staleness.append(torch.randint(0, 5, (sum(mask),), generator=random, dtype=torch.int32))
         prompts += [i // 2] * sum(mask)
+        likely.append(random_likely(sum(mask), random))
         token_ids = torch.randint(0, VOCAB, (len(mask),), generator=random).tolist()
         gap = gaps[i] if gaps else []
         samples.append(
@@ -90,7 +103,16 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
     names = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "returns")
     known = dict(zip(names, torch.cat(columns, dim=1).numpy(), strict=True))
     known["prompts"] = np.array(prompts, dtype=np.int32)
+    known["likely"] = np.concatenate(likely)
     return batch_of(samples, **known, staleness=torch.cat(staleness).numpy())
+
+
+def random_likely(num_actions: int, random: torch.Generator) -> np.ndarray:
+    """Returns the three most likely tokens of a sampler, in order."""
+    log_probs = torch.randn(num_actions, VOCAB, generator=random).log_softmax(-1)
+    found, tokens = log_probs.topk(3), np.empty((num_actions, 3), LIKELY)
+    tokens["id"], tokens["log_prob"] = found.indices, found.values
+    return tokens
 
 
 def norm_of(*rows: ExperienceRow) -> LossNorm:
@@ -393,8 +415,16 @@ OBJECTIVES += [
 ]
 
 
+OBJECTIVES += [
+    replace(o, centers_scores=True)
+    for o in OBJECTIVES
+    if o.loss_type in ("ppo", "cispo") and o.correction in (None, "tis") and o.proximal_policy == "recomputed"
+]
+
+
 def name_of(o: PolicyObjective) -> str:
-    return f"{o.loss_type}-{o.aggregation}-{o.correction}-{o.proximal_policy}-{o.staleness_decay}"
+    name = f"{o.loss_type}-{o.aggregation}-{o.correction}-{o.proximal_policy}-{o.staleness_decay}"
+    return name + "-centered" * o.centers_scores
 
 
 def run_on(objective, rows, norm):
@@ -521,6 +551,7 @@ def test_from_config():
                 is_correction_type="icepop",
                 is_correction_threshold=(0.3, 3.0),
                 is_correction_sequence_threshold=(0.99, 1.01),
+                score_centering_top_k=8,
                 proximal_policy="interpolated",
                 staleness_decay=0.7,
                 max_token_staleness=4,
@@ -541,6 +572,7 @@ def test_from_config():
         correction_high=3.0,
         correction_of_sequences=(0.99, 1.01),
         proximal_policy="interpolated",
+        centers_scores=True,
         staleness_decay=0.7,
         max_staleness=4,
         kl_coef=0.05,
@@ -550,6 +582,42 @@ def test_from_config():
         options={"tau": 2.0},
         seen=seen,
     )
+
+
+@pytest.mark.parametrize("loss_type", ["ppo", "cispo"])
+@pytest.mark.parametrize("correction", [None, "tis", "icepop", Gated(level="token", mode="clip")])
+def test_a_centered_loss_has_no_gradient_on_average(loss_type, correction):
+    """The mean, over a sampler whose probabilities are all recorded, of the gradients of every sampled token
+    is 0; without centering it is not."""
+    torch.manual_seed(1)
+    q = torch.randn(VOCAB).softmax(-1)
+    order = q.argsort(descending=True)
+    samples = [trajectory(token_ids=[1, token]) for token in range(VOCAB)]
+    tokens = np.empty((VOCAB, VOCAB), LIKELY)
+    tokens["id"], tokens["log_prob"] = order, q[order].log()
+    columns = {"rollout_log_probs": q.log().numpy(), "likely": tokens, "advantages": -3 * q.numpy()}
+    batch = ExperienceRow.of(replace(batch_of(samples), **columns))
+    means = []
+    for centers in (True, False):
+        objective = PolicyObjective(
+            loss_type=loss_type,
+            correction=correction,
+            correction_low=0.8,
+            correction_high=1.2,
+            centers_scores=centers,
+        )
+        # the sum over tokens of A = -3 q is that of an advantage of -3 under q
+        gradients, metrics = run_on(objective, [batch], LossNorm(1, 1))
+        means.append(max(float(gradient.abs().max()) for gradient in gradients))
+        assert ("policy/centered_mass" in metrics) == centers
+    # the advantages are float32; A C is a mean over them, and C the same for all
+    assert means[0] < 1e-5 < 0.05 < means[1]
+
+
+def test_samples_without_likely_tokens_cannot_be_centered():
+    batch = ExperienceRow.of(replace(random_batch([2]), likely=None))
+    with refused(ErrorCode.INVALID_VALUE, flag="--algo.advantage.score_centering_top_k"):
+        PolicyObjective(centers_scores=True)(Bigram(), batch, norm_of(batch))
 
 
 def test_a_loss_and_a_correction_see_the_whole_row_and_their_options(monkeypatch):
@@ -624,3 +692,4 @@ def test_from_config_leaves_out_what_is_off():
     assert objective.correction is None
     assert objective.entropy_coef is None
     assert objective.aggregation is None
+    assert not objective.centers_scores

@@ -266,11 +266,19 @@ def rows_of(case: Case, version: int, flags: Flags = SETTINGS[0], samples: int =
     return rows
 
 
-def build(root: Path, cause: Callable[[Folders], Case], flags: Flags = SETTINGS[0], samples: int = 4) -> Path:
-    """Writes a run of two steps with the defect, from its first step on or after the first weight sync."""
+def build(
+    root: Path,
+    cause: Callable[[Folders], Case],
+    flags: Flags = SETTINGS[0],
+    samples: int = 4,
+    of_task: float | None = None,
+) -> Path:
+    """Writes a run of two steps with the defect, from its first step on or after the first weight sync.
+    `of_task`: temperature of a task, which has half of the prompts."""
     folders = Folders(root, "qwen3_moe" if cause is routing else "qwen3")
     case = cause(folders)
     config = {
+        **({} if of_task is None else {"tasks__sums__temperature": of_task}),
         "actor__model_name_or_path": folders.first,
         "ckpt__output_dir": str(root / "ckpt"),
         "ds__param_dtype": "fp32",
@@ -279,7 +287,12 @@ def build(root: Path, cause: Callable[[Folders], Case], flags: Flags = SETTINGS[
     run = write_run(root / "run", {"rollout/reward_mean": [0.1, 0.2]}, **config, **case.config)
     if case.step == 2:
         write_journal(run, 1, rows_of(Case(of(folders.model), of(folders.model)), 0, flags, samples))
-    write_journal(run, case.step, rows_of(case, case.step - 1, flags, samples))
+    rows = rows_of(case, case.step - 1, flags, samples)
+    if of_task is not None:
+        own = rows_of(case, case.step - 1, replace(flags, temperature=of_task), samples)
+        rows = [row for row in rows if row["prompt_id"] < 2]
+        rows += [row | {"source": "sums"} for row in own if row["prompt_id"] >= 2]
+    write_journal(run, case.step, rows)
     return run
 
 
@@ -351,6 +364,23 @@ def test_the_cause_is_found_with_any_flags(
     assert found
     if cause not in NOISY or found[0].confidence == "certain":
         assert found[0].cause in answers_of(cause, flags)
+
+
+def left_out(f: Folders) -> Case:
+    """The sampler has the run's temperature in all tasks."""
+    return Case(of(f.model), of(f.model), sampled_with=lambda flags: replace(flags, temperature=1.0))
+
+
+@pytest.mark.parametrize(
+    ("cause", "name"), [(left_out, "temperature"), (top_p, "top-p"), (adapter, "adapter")]
+)
+def test_tasks_have_temperatures_of_their_own(
+    cause: Callable[[Folders], Case], name: str, tmp_path: Path
+) -> None:
+    found = diagnose(RunRecord.of(build(tmp_path, cause, of_task=0.6)))
+    assert found[0].cause == f"gap: {name}" and found[0].confidence == "certain"
+    if cause is left_out:
+        assert "temperature 1 on one side, those of the tasks on the other" in " ".join(found[0].evidence)
 
 
 def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from refusals import broken
 from torch import Tensor
 
-from openrlhf.algorithms import reductions
+from openrlhf.algorithms import centering, reductions
 from openrlhf.algorithms.advantages import ESTIMATORS, base, gae, groups, grpo, returns
 from openrlhf.algorithms.advantages.base import StepView
 from openrlhf.algorithms.corrections import tis
@@ -44,6 +44,7 @@ from openrlhf.tools.selftest.verify_rl import (
 )
 from openrlhf.training import advantages
 from openrlhf.training.objectives import critic
+from openrlhf.training.objectives import policy as policy_objective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory
@@ -303,6 +304,36 @@ def test_synthetic_samples_show_what_a_first_step_hides(wrong: str) -> None:
     assert "of synthetic samples" in refusal.value.text
 
 
+TASKS: dict[str, dict[str, Any]] = {
+    "estimator": {"a": "group_norm"},
+    "kl_coef": {"a": 0.0, "b": 0.5},
+    "overlong_buffer_len": {"a": 4},
+    "overlong_penalty_factor": {"a": 2.0},
+    "stop_properly_penalty_coef": {"a": -1.5},
+}
+
+
+@pytest.mark.parametrize("left_out", [None, *TASKS])
+def test_tasks_have_values_of_their_own(left_out: str | None) -> None:
+    """Prompts of three sources in turn; advantages that ignore a task's value are found."""
+    arguments = arguments_of("dr_grpo", "k1", False, 1.0, RewardConfig(stop_properly_penalty_coef=0.5))
+    like = batch_of(samples([1.0], [1]))
+    batch, trajectories = synthetic_samples(like, LONGEST, ["default", "a", "b"])
+    expected = plain_advantages(batch, trajectories, **arguments, tasks=TASKS)
+    found = assigned(
+        batch,
+        trajectories,
+        **arguments,
+        tasks={key: {} if key == left_out else own for key, own in TASKS.items()},
+    )
+    if left_out is None:
+        assert expected is not None
+        check_advantages(found, expected, step=1)
+    else:
+        with broken():
+            check_advantages(found, expected, step=1)
+
+
 def test_a_wrong_change_of_the_kl_coefficient_is_found() -> None:
     controller = KLController(coef=0.1, target=0.2, horizon=100)
     check_controller(controller, step=1)
@@ -377,6 +408,51 @@ def test_gates_and_kls_are_those_of_the_plain_formula(loss: str, kl: str, gate: 
         config = config_of(loss, anchor, kl=KLS[kl], **gate)
         for row in (row_of(), row_of(old_log_probs=None)):
             check_policy_loss(config, 0.1, row, step=1)
+
+
+def row_with_likely_tokens(**columns: torch.Tensor | None) -> ExperienceRow:
+    """Returns a row with four likely tokens of each action; the last one was dropped by top-p."""
+    row = row_of(**columns)
+    size = len(row.rollout_log_probs)
+    likely = torch.linspace(-3.5, -1.5, 4 * size).view(size, 4).index_fill(1, torch.tensor(3), -torch.inf)
+    return replace(row, likely_ids=torch.ones(size, 4).long(), likely_log_probs=likely)
+
+
+CENTERED = [
+    *(
+        g
+        for g in GATES
+        if g["is_correction_level"] == "token" and g.get("is_correction_gating", "ratio") == "ratio"
+    ),
+    *({"correction": name} for name in (None, "tis", "icepop")),
+]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo"])
+@pytest.mark.parametrize("gate", CENTERED, ids=str)
+def test_centered_scores_are_those_of_the_plain_formula(loss: str, gate: dict) -> None:
+    bounds = {"is_correction_threshold": (0.8, 1.2), "staleness_decay": 0.9}
+    config = config_of(loss, score_centering_top_k=4, **bounds | gate)
+    row = row_with_likely_tokens(old_log_probs=None)
+    masses = torch.linspace(-0.6, 0, len(row.rollout_log_probs))
+    for each in (row, replace(row, row=replace(row.row, log_masses=masses))):
+        check_policy_loss(config, 0.1, each, step=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p, q, *rest: centering.centering(p, q, None),  # without the correction and the nucleus
+        lambda p, q, *rest: centering.centering(p, q.log_softmax(-1), *rest),  # renormalised
+        lambda p, q, *rest: q.exp(),  # without the tail
+    ],
+)
+def test_other_centerings_are_found(wrong: Callable) -> None:
+    config = config_of(correction="tis", is_correction_threshold=(0.8, 1.2), score_centering_top_k=4)
+    row = row_with_likely_tokens(old_log_probs=None)
+    row = replace(row, row=replace(row.row, log_masses=torch.full_like(row.rollout_log_probs, -0.25)))
+    with patch.object(policy_objective, "centering", wrong), broken():
+        check_policy_loss(config, 0.1, row, step=1)
 
 
 def plain_loss_of_an_action(config: PPOConfig, now: float, **columns: float) -> float:
