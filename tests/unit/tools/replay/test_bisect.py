@@ -205,8 +205,9 @@ def test_a_run_that_ended_early_is_equal_as_far_as_it_goes(pair):
 
 def test_folders_that_are_no_runs_are_refused(tmp_path):
     recording = Recording(tmp_path / "a")
-    with refused(ErrorCode.NOT_FOUND, value=tmp_path):
-        command.run(tmp_path, recording.run.path)
+    (empty := tmp_path / "empty").mkdir()
+    with refused(ErrorCode.NOT_FOUND, value=empty):
+        command.run(empty, recording.run.path)
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "config.yaml").write_text(to_yaml(SFT.config_type()))
     (tmp_path / "sft" / "argv.txt").write_text("python -m openrlhf.cli.train_sft\n")
