@@ -149,9 +149,9 @@ def mark_answer(
     messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
 ) -> Text:
     """Returns the conversation up to the last marked turn. Each assistant turn from message `first` on is
-    marked, unless its weight is 0. A turn's span runs from the end of the generation prompt before it to the end of the turn as
-    the template renders it, without trailing whitespace, because the policy does not write that. The text
-    ends with the last turn.
+    marked, unless its weight is 0. A turn's span runs from the end of the generation prompt before it to the
+    end of the turn as the template renders it, without trailing whitespace, because the policy does not write
+    that. The text ends with the last marked turn.
 
     Raises UsageError for a template that does not render one of these turns directly after its generation
     prompt, or renders it differently once other messages follow.

@@ -66,10 +66,14 @@ def _left_out(
     a mark is missing, and what it stands for; nothing if the template refuses the messages."""
     tool = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
     try:
-        text = render(tokenizer, [_marked(*item) for item in enumerate(talk)], tools=[tool] * has_tools or None)
+        text = render(
+            tokenizer, [_marked(*item) for item in enumerate(talk)], tools=[tool] * has_tools or None
+        )
     except Exception:  # by a template for other messages; the row's own are refused where they are rendered
         return ()
-    return tuple((i, what) for i, form in enumerate(talk) for mark, what in _marks(i, form) if mark not in text)
+    return tuple(
+        (i, what) for i, form in enumerate(talk) for mark, what in _marks(i, form) if mark not in text
+    )
 
 
 def _marks(i: int, form: _Form) -> Iterator[tuple[str, str]]:

@@ -115,7 +115,9 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
             raise BadRow(f"messages {i - 1} and {i} are answers in a row; join them, or remove one.")
         for name in WEIGHTS:
             if message.get(name) not in (None, 0, 1):
-                raise BadRow(f"message {i} has {name} {message[name]!r}; an answer is learned (1) or not (0).")
+                raise BadRow(
+                    f"message {i} has {name} {message[name]!r}; an answer is learned (1) or not (0)."
+                )
     return without_nulls([as_openai(message) for message in value])
 
 
