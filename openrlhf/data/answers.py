@@ -20,6 +20,7 @@ from openrlhf.data.templates import (
     Tools,
     as_messages,
     check_ends,
+    ending,
     joined,
     read_tools,
     render_messages,
@@ -174,7 +175,8 @@ def mark_answer(
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
         if len(prompt) < len(ended) and (content or calls):
             spans.append((len(prompt), len(ended)))
-            if turn != turns[-1] and words and words[-1] and ended.endswith(words[-1]):
+            has_end = not ended.endswith(words[-1]) if words and words[-1] else ending(tokenizer)[0].strip()
+            if turn != turns[-1] and not has_end:
                 warn_once(logger, ENDLESS, str(tokenizer.chat_template))
     return Text(text=text, spans=tuple(spans), is_chat=True)
 
