@@ -177,9 +177,9 @@ def check_columns(
 
 
 def _first_made(part: Part, convert: RowFunction, flag: str) -> Row | None:
-    for i, row in enumerate(islice(part.rows, 100)):
+    for i, row in enumerate(islice(cast(Iterable[Row], part.rows), 100)):
         try:
-            return convert(cast(Row, row))
+            return convert(row)
         except LeftOut:
             continue
         except BadRow as reason:

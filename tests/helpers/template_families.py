@@ -74,7 +74,7 @@ def tokenizer_of(name, template=None):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=family.eos, bos_token=family.bos)
-    special = {*_SPECIAL.findall(text), *OTHERS, family.eos, family.bos} - {None}
+    special = {*_SPECIAL.findall(text), *OTHERS, family.eos, *filter(None, [family.bos])}
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in sorted(special)])
     tokenizer.chat_template = text
     return tokenizer

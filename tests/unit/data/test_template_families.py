@@ -5,6 +5,7 @@ import json
 import re
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 from marked import marked
@@ -183,7 +184,7 @@ def test_answers_that_the_template_of_trl_marks_are_learned(name):
         word, sample = learned(tokenizer, messages, tools)
         if word == "all":
             native = [in_own_form(name, message) for message in messages]
-            found = tokenizer.apply_chat_template(
+            found: Any = tokenizer.apply_chat_template(
                 native, tools=tools, return_dict=True, return_assistant_tokens_mask=True
             )
             check_marks(tokenizer, sample, found["input_ids"], found["assistant_masks"], HEADERS.get(name))
