@@ -43,6 +43,7 @@ from openrlhf.config.sections import (
     LoaderConfig,
     LoggerConfig,
     OptimConfig,
+    RowFunctionConfig,
     RowTemplateConfig,
     ScorerDeepSpeedConfig,
     TrainedModelConfig,
@@ -390,7 +391,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig):
+class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig, RowFunctionConfig):
     """The prompts, and how they become text."""
 
     prompt_dataset: Content[str] = ""

@@ -105,7 +105,16 @@ class LoaderConfig(TokenizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetConfig:
+class RowFunctionConfig:
+    """Conversion of rows."""
+
+    row_func: str | None = None
+    """Function of yours, as `file.py:name` or `module:name`, that each row of the datasets passes through
+    first. It returns the row that the other flags read, or None to leave the row out. None: off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig(RowFunctionConfig):
     """Datasets to train on."""
 
     dataset: Content[str] = ""

@@ -12,13 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, read_value
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import join_text, read_calls, read_text
+from openrlhf.data.messages import is_learned, join_text, read_calls, read_text
+from openrlhf.data.shown import check_shown
 from openrlhf.data.templates import (
     Message,
     PromptTemplate,
     Tools,
     as_messages,
     check_ends,
+    ending,
     joined,
     read_tools,
     render_messages,
@@ -83,6 +85,9 @@ class AnswerColumns:
             talks = [self.images.place(row, talk) for talk in talks]
         tools = read_tools(row, self.tools_key)
         first, mark = (0 if self.multiturn else first), self.scored or mark_answer
+        for talk in talks:
+            learned = [i for i in range(first, len(talk)) if is_learned(talk[i])]
+            check_shown(talk, tokenizer, tools, learned)
         return tuple(mark(talk, first, tokenizer, tools) for talk in talks)
 
     def _conversations(self, row: Row) -> tuple[list[list[Message]], int]:
@@ -144,16 +149,17 @@ def plain_answer(prompt: str, answer: str) -> Text:
 def mark_answer(
     messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
 ) -> Text:
-    """Returns the conversation up to the last assistant turn. Each assistant turn from message `first` on is
-    marked. A turn's span runs from the end of the generation prompt before it to the end of the turn as
-    the template renders it, without trailing whitespace, because the policy does not write that. The text
-    ends with the last turn.
+    """Returns the conversation up to the last marked turn. Each assistant turn from message `first` on is
+    marked, unless its weight is 0. A turn's span runs from the end of the generation prompt before it to the
+    end of the turn as the template renders it, without trailing whitespace, because the policy does not write
+    that. The text ends with the last marked turn.
 
     Raises UsageError for a template that does not render one of these turns directly after its generation
     prompt, or renders it differently once other messages follow.
     """
-    turns = assistant_turns(messages, first)
-    messages = messages[: turns[-1] + 1]
+    every = assistant_turns(messages, first)
+    turns = [turn for turn in every if is_learned(messages[turn])]
+    messages = messages[: (turns or every)[-1] + 1]
     render = partial(render_messages, tokenizer=tokenizer, tools=tools)
     whole = render(messages, add_generation_prompt=False)
     text, spans = whole.rstrip(), []
@@ -169,7 +175,8 @@ def mark_answer(
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
         if len(prompt) < len(ended) and (content or calls):
             spans.append((len(prompt), len(ended)))
-            if turn != turns[-1] and words and words[-1] and ended.endswith(words[-1]):
+            has_end = not ended.endswith(words[-1]) if words and words[-1] else ending(tokenizer)[0].strip()
+            if turn != turns[-1] and not has_end:
                 warn_once(logger, ENDLESS, str(tokenizer.chat_template))
     return Text(text=text, spans=tuple(spans), is_chat=True)
 

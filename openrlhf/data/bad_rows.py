@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from openrlhf.data.files import MAX_TEXT, REMEDY, BadRow, Row, kind
+from openrlhf.data.row_func import LEFT_OUT, LeftOut
 from openrlhf.data.sources import Rows
 from openrlhf.errors import UsageError
 from openrlhf.observability.progress import tracked
@@ -39,7 +40,10 @@ def read_each(
 
 def refuse(rows: Rows, i: int, reason: BadRow, policy: BadRowAction, skipped: Counter[str]) -> None:
     """Raises UsageError for row i under "error"; under "skip" counts the row in `skipped` and logs the first
-    few."""
+    few. A row that a user's function leaves out is only counted."""
+    if isinstance(reason, LeftOut):
+        skipped[LEFT_OUT] += 1
+        return
     if policy == "error":
         raise at_row(rows, i, reason) from reason
     skipped[BAD_ROW] += 1

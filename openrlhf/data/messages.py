@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 MARK = "\u241fanswer\u241f"
 """Placeholder of a text in a rendered conversation."""
-SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
 SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by the names of ShareGPT."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the thoughts before an answer. A template gets them under the names that it has."""
+WEIGHTS = ("weight", "loss", "train")
+"""Names of the mark, true or 1, false or 0, whether an answer is learned."""
 
 
 def with_role(message: Any) -> Any:
@@ -26,7 +30,40 @@ def with_role(message: Any) -> Any:
     sender = message.get("from") if isinstance(message, dict) and not message.get("role") else None
     if not isinstance(sender, str) or sender not in SENDERS:
         return message
-    return message | {"role": SENDERS[sender], "content": message.get("value"), "from": None, "value": None}
+    role, value = SENDERS[sender], message.get("value")
+    said = {"role": role, "content": value, "from": None, "value": None}
+    if sender == "function_call":
+        calls = decoded(value)
+        said |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return message | said
+
+
+def as_openai(message: Message) -> Message:
+    """Returns the message with its calls, and the results of calls, in OpenAI's present form: earlier and
+    flat forms are `function_call` and the role function, and {"name": ..., "arguments": ...}."""
+    role = "tool" if message["role"] == "function" else message["role"]
+    calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
+    found = {"tool_calls": [as_function(call) for call in calls if call]} if any(calls) else {}
+    return message | {"role": role, "function_call": None} | found
+
+
+def as_function(flat: Any) -> Any:
+    """Returns a tool or a call without `function`, {"name": ...}, in OpenAI's form; else itself."""
+    if not isinstance(flat, dict) or "function" in flat or "name" not in flat:
+        return flat
+    outer = {key: flat[key] for key in ("id", "type") if flat.get(key)}
+    inner = {key: value for key, value in flat.items() if key not in outer}
+    return {"type": "function", **outer, "function": inner}
+
+
+def thought_of(message: Message) -> str | None:
+    """Returns the thoughts before an answer that a message has apart from its content."""
+    return next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), None)
+
+
+def is_learned(message: Message) -> bool:
+    """Tells whether an answer is learned: unless it has a weight of 0."""
+    return all(message.get(name, True) for name in WEIGHTS)
 
 
 def without_nulls(value: Any) -> Any:
@@ -79,12 +116,15 @@ def render(
 
 
 class Reads(NamedTuple):
-    """Whether a chat template reads tools, parts, objects as arguments of calls, and null as a content."""
+    """Whether a chat template reads tools, texts and parts as contents, objects as arguments of calls, and
+    null as a content; and the names under which it reads thoughts."""
 
     tools: bool
+    texts: bool
     parts: bool
     objects: bool
     null: bool
+    thoughts: tuple[str, ...]
 
 
 @cache
@@ -98,10 +138,12 @@ def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
         except Exception:  # by a template for other messages
             return ""
 
-    found = Reads(True, True, True, bool(re.search(r"\bis\s+(not\s+)?none\b", template)))
+    null = bool(re.search(r"\bis\s+(not\s+)?none\b", template))
+    found = Reads(True, True, True, True, null, tuple(name for name in THOUGHTS if name in template))
     asked = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
     text = shown(asked)
     found = found._replace(parts="probe" in text and not re.search(r"""['"]text['"]\s*:""", text))
+    found = found._replace(texts=not found.parts or "probe" in shown(asked | {"content": "probe"}))
     call = {"name": "f", "arguments": {"a": "probe" * 2}}
     calls = [call | {"id": "call00000", "type": "function", "function": call}]
     found = found._replace(tools=shown(asked) != shown(asked, tools=calls))
@@ -121,8 +163,12 @@ def _fitted(message: Message, form: Reads) -> Message:
         if others := [part for part in content if join_text([part]) is None]:
             raise ValueError(f"it reads text alone, and a content has the part {str(others[0])[:60]}")
         content = join_text(content)
+    if isinstance(content, str) and not form.texts:
+        content = [{"type": "text", "text": content}]
     as_text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    fitted, change = {**message, "content": content}, decoded if form.objects else as_text
+    thought = thought_of(message)
+    fitted = {**message, "content": content} | (dict.fromkeys(form.thoughts, thought) if thought else {})
+    change = decoded if form.objects else as_text
     if calls := message.get("tool_calls"):
         fitted["tool_calls"] = [_with_arguments(call, change) for call in calls]
     if call := message.get("function_call"):

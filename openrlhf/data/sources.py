@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import cast
 
@@ -21,7 +22,8 @@ from openrlhf.data.files import ENDINGS, READERS, REMEDY, BadRow, File, Part, Ro
 from openrlhf.data.gzipped import unpacked
 from openrlhf.data.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 from openrlhf.data.remote import fetched, is_saved_dataset, is_url
-from openrlhf.errors import ErrorCode, UsageError, first_line
+from openrlhf.data.row_func import LeftOut, RowFunction, row_function
+from openrlhf.errors import ErrorCode, UsageError, first_line, notify_once
 from openrlhf.hub import dataset_folder, uses_modelscope
 from openrlhf.observability.progress import tracked
 
@@ -29,14 +31,22 @@ from openrlhf.observability.progress import tracked
 class Rows:
     """Rows of one or several parts, in the order in which they are used."""
 
-    def __init__(self, parts: Sequence[Part], index: np.ndarray, kinds: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        index: np.ndarray,
+        kinds: Mapping[str, str] | None = None,
+        convert: RowFunction | None = None,
+    ):
         """index: (rows, 2) number of the part, and of the row within it.
         kinds: column -> the kind of value that it has in most rows, where rows with other kinds are to be
         skipped.
+        convert: the function of `row_function`, called on each access of a row.
         """
         self._parts = tuple(parts)
         self._index = index
         self.kinds = kinds or {}
+        self._convert = convert
 
     @classmethod
     def of(cls, rows: Sequence[Row], name: str = "rows") -> "Rows":
@@ -52,19 +62,19 @@ class Rows:
 
     def __getitem__(self, i: int) -> Row:
         """Returns row i. Raises BadRow if the file has no valid row there, which only happens under
-        `bad_rows` skip."""
+        `bad_rows` skip, and what `convert` raises."""
         part, number = self._index[i].tolist()
         row = self._parts[part].rows[number]
         if isinstance(row, BadRow):
             raise row
-        return row
+        return row if self._convert is None else self._convert(row)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
     def take(self, numbers: Sequence[int]) -> "Rows":
         """Returns the rows with these numbers, which may repeat."""
-        return Rows(self._parts, self._index[list(numbers)], self.kinds)
+        return Rows(self._parts, self._index[list(numbers)], self.kinds, self._convert)
 
     def place(self, i: int) -> tuple[str, int]:
         """Returns the file of row i and the row's line, or its number where the format has no lines, from
@@ -91,6 +101,7 @@ def load_rows(
     max_samples: int | None = None,
     seed: int = 42,
     bad_rows: BadRows = "error",
+    row_func: str | None = None,
 ) -> Rows:
     """Loads the rows that `spec` names: a comma-separated list of `path[@data_dir]`.
 
@@ -107,11 +118,16 @@ def load_rows(
         after the other.
     max_samples: maximum number of rows of each item, and of the whole.
     bad_rows: "skip" keeps lines that are not rows and values of a rarer type, which readers of rows skip.
+    row_func: reference of a function that each row passes through, see `row_function`. Then the columns are
+        checked row by row.
 
-    Raises UsageError, at most three lines, for anything wrong with the flag, a file or a line of it.
+    Prints a note with the columns that no flag names. Raises UsageError, at most three lines, for anything
+    wrong with the flag, a file or a line of it.
     """
     parts: list[Part] = []
     items: list[np.ndarray] = []
+    if convert := row_function(row_func):
+        required_columns = {}
     for item in split_spec(spec):
         loaded = _load(item, split, flag, bad_rows)
         indices = [whole_part(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
@@ -119,13 +135,26 @@ def load_rows(
         items.append(np.concatenate(indices)[:max_samples])
     for part in parts:
         check_part(part, len(part.rows), flag, required_columns)
+    _note_unread(parts, flag, required_columns)
     kinds, usual = _find_kinds(parts, required_columns), {}
     if bad_rows == "error":
         _check_one_type(kinds)
     else:
         usual = {column: max(found, key=lambda kind: found[kind][1]) for _, column, found in kinds if found}
     mixed = np.concatenate(items) if probs is None else interleaved(items, probs, flag, seed)
-    return Rows(parts, mixed[:max_samples], usual)
+    return Rows(parts, mixed[:max_samples], usual, convert)
+
+
+def _note_unread(parts: Sequence[Part], flag: str, required: Mapping[str, str | None]) -> None:
+    """Prints the columns that no flag names, such as a second half of the question."""
+    read = {*required.values(), *IMPLICIT}
+    unread = dict.fromkeys(column for part in parts for column in part.columns if column not in read)
+    if required and unread:
+        notify_once(f"note: {flag}: columns that no flag names, and that are not read: {', '.join(unread)}")
+
+
+IMPLICIT = ("tools", "datasource")
+"""Columns that are read without a flag."""
 
 
 def check_columns(
@@ -135,12 +164,28 @@ def check_columns(
     required_columns: Mapping[str, str | None],
     split: str = "train",
     bad_rows: BadRows = "error",
+    row_func: str | None = None,
 ) -> None:
     """Raises what `load_rows` would raise for missing files, splits and columns, reading only the first rows
     or the schema of each file (a .json list is read whole). Names on the hub are not looked up; URLs are
-    fetched."""
+    fetched. With `row_func` the columns are those of the first row that it returns."""
+    convert = row_function(row_func)
     for part in heads(spec, flag, split, lambda file: peek(file, bad_rows)):
-        check_part(part, len(part.columns), flag, required_columns)
+        check_part(part, len(part.columns), flag, {} if convert else required_columns)
+        if convert and bad_rows == "error" and (made := _first_made(part, convert, flag)):
+            check_part(Part.of(f"a row of {row_func}", [made]), 1, flag, required_columns)
+
+
+def _first_made(part: Part, convert: RowFunction, flag: str) -> Row | None:
+    for i, row in enumerate(islice(cast(Iterable[Row], part.rows), 100)):
+        try:
+            return convert(row)
+        except LeftOut:
+            continue
+        except BadRow as reason:
+            text = f"{reason.text}\n{REMEDY}"
+            raise UsageError(reason.code, text, flag=flag, value=part.name, row=part.number(i)) from reason
+    return None
 
 
 def heads(spec: str, flag: str, split: str, read: Callable[[File], Part]) -> Iterator[Part]:

@@ -17,7 +17,10 @@ from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import (
     MARK,
+    WEIGHTS,
     Message,
+    as_function,
+    as_openai,
     decoded,
     join_text,
     read_calls,
@@ -27,6 +30,7 @@ from openrlhf.data.messages import (
     with_role,
     without_nulls,
 )
+from openrlhf.data.shown import check_shown
 from openrlhf.errors import ErrorCode, UsageError, notify, notify_once, shortened
 from openrlhf.text import Calendar
 
@@ -83,6 +87,7 @@ class PromptTemplate:
             is_open = messages[-1]["role"] == "assistant"
             if is_open and not (join_text(messages[-1].get("content")) or "").strip():
                 raise BadRow("the last message is the assistant's and has no text that an answer continues.")
+            check_shown(messages, self.tokenizer, tools)
             return render_messages(
                 messages, self.tokenizer, add_generation_prompt=not is_open, is_open=is_open, tools=tools
             )
@@ -108,7 +113,12 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
             raise BadRow(f"message {i} ({message['role']}) has no content.")
         if i > 1 and message["role"] == value[i - 2]["role"] == "assistant":
             raise BadRow(f"messages {i - 1} and {i} are answers in a row; join them, or remove one.")
-    return without_nulls(value)
+        for name in WEIGHTS:
+            if message.get(name) not in (None, 0, 1):
+                raise BadRow(
+                    f"message {i} has {name} {message[name]!r}; an answer is learned (1) or not (0)."
+                )
+    return without_nulls([as_openai(message) for message in value])
 
 
 def read_tools(row: Row, key: str | None) -> Tools | None:
@@ -119,7 +129,7 @@ def read_tools(row: Row, key: str | None) -> Tools | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         text = f"column {key!r} is no list of tools. If it is meant for others, add --data.tools_key None."
         raise BadRow(text)
-    return without_nulls(tools)
+    return without_nulls([as_function(tool) for tool in tools])
 
 
 def joined(

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.encode import Tokens, tokenize_text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import read_text
+from openrlhf.data.messages import is_learned, read_text
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode, RunError, shortened
 from openrlhf.text import decode
@@ -66,8 +66,8 @@ def _texts(row: Row, columns: AnswerColumns) -> tuple[str | None, str | None]:
 
 
 def _content(value: object, role: str) -> str | None:
-    """Returns a text, or the text of the last of several messages if it is of this role."""
-    if isinstance(value, list) and value and value[-1].get("role") == role:
+    """Returns a text, or the text of the last of several messages if it is of this role and has weight."""
+    if isinstance(value, list) and value and value[-1].get("role") == role and is_learned(value[-1]):
         value = value[-1].get("content")
     return value if isinstance(value, str) else None
 

@@ -110,7 +110,8 @@ def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
     for flag, (spec, split, required) in sets.items():
         if spec:
             options = {"required_columns": required, "split": split, "bad_rows": data.broken_rows}
-            ask(flag, check_columns, spec, flag=flag, **options)
+            row_func = None if flag == PRETRAIN_FLAG else data.row_func
+            ask(flag, check_columns, spec, flag=flag, row_func=row_func, **options)
 
 
 def _check_trained(config: PPOConfig, path: str, flag: str) -> None:

@@ -195,6 +195,7 @@ def _prompt_rows(
         max_samples=max_samples,
         seed=config.train.seed,
         bad_rows=config.data.broken_rows,
+        row_func=config.data.row_func,
     )
 
 

@@ -113,6 +113,7 @@ SUPERVISED = {
     "ckpt.fork_from",
     "ckpt.verify",
     "data.bad_rows",
+    "data.row_func",
     "data.cache_dir",
     "data.cache_enable",
     "ds.activation_offload",
@@ -178,6 +179,7 @@ OURS = {
         "critic.aux_loss_coef",
         "critic.gradient_checkpointing_enable",
         "data.bad_rows",
+        "data.row_func",
         "data.pretrain_key",
         *TOOLS,
         "data.tokenizer_chat_template",
@@ -243,6 +245,7 @@ OURS = {
     },
     "batch_inference": {
         "data.bad_rows",
+        "data.row_func",
         *TOOLS,
         "ds.load_in_4bit",
         "rollout.engine",

@@ -14,7 +14,9 @@ def check_data(config: SupervisedConfig) -> None:
     build_trackers(config.logger)
     check_hooks(config.train.hooks, config.train.verify_steps)
     data, evaluation = config.data, config.eval
-    check = partial(check_columns, required_columns=config.columns, bad_rows=data.bad_rows)
+    check = partial(
+        check_columns, required_columns=config.columns, bad_rows=data.bad_rows, row_func=data.row_func
+    )
     check(data.dataset, flag="--data.dataset", split=data.dataset_split)
     if evaluation.dataset:
         check(evaluation.dataset, flag="--eval.dataset", split=evaluation.split)

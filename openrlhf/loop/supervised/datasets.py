@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf import plugins
 from openrlhf.backends.base import Row
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.fields import format_flag
@@ -19,6 +20,7 @@ from openrlhf.data.store import Samples
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.supervised.task import Task
 from openrlhf.models.loading import find_max_length, load_config
+from openrlhf.user_file import split
 
 
 def build_datasets(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[Samples, Samples | None]:
@@ -108,7 +110,8 @@ def tokenise(
 
     @cache
     def rows() -> Rows:
-        return load_rows(spec, flag=flag, required_columns=task.config.columns, bad_rows=data.bad_rows, **mix)
+        named = {"required_columns": task.config.columns, "row_func": data.row_func}
+        return load_rows(spec, flag=flag, bad_rows=data.bad_rows, **named, **mix)
 
     def build() -> Any:
         return builder(rows(), tokenizer, **({} if images is None else {"images": images}))
@@ -118,6 +121,7 @@ def tokenise(
     def kept() -> Any:
         key_parts = {
             "rows": rows_digest(spec, flag=flag, split=mix["split"]),
+            "row_func": data.row_func and (split(data.row_func)[1], plugins.digest(data.row_func)),
             "images": images_digest,
             "mix": mix,
             "tokenizer": tokenizer_digest(tokenizer),

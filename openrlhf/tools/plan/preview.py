@@ -102,6 +102,8 @@ def split_spans(
     for (learned, special, _), group in groupby(range(len(token_ids)), alike):
         stop += len(list(group))
         text = decode(tokenizer, token_ids[:stop])
+        if stop < len(token_ids):  # a character that is not complete belongs to the span that completes it
+            text = text.rstrip("\ufffd")
         label = next(left) if labels is not None and learned else ""
         yield Span(text=text[written:], learned=learned, special=special, label=label)
         written = len(text)

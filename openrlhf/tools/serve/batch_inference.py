@@ -129,6 +129,7 @@ def check(config: BatchInferenceConfig) -> None:
         required_columns=_columns(config),
         split=config.data.dataset_split,
         bad_rows=config.data.bad_rows,
+        row_func=config.data.row_func,
     )
     check_answering_model(config, length_keys(config))
 
@@ -165,6 +166,7 @@ def build_work(
         max_samples=data.max_samples,
         seed=config.train.seed,
         bad_rows=data.bad_rows,
+        row_func=data.row_func,
     )
     templates = {
         "input_key": data.input_key,

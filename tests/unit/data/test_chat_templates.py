@@ -200,12 +200,10 @@ def test_mistral_shows_a_system_message_to_the_policy_only():
     render = lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
     assert render(talk[:2]) == "<s>[INST] Be brief.\n\nHi.[/INST]"
     assert render(talk) == "<s>[INST] Hi.[/INST] No.</s>"
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
-        sft("mistral-v0.3", talk)
-    assert "message 3 of 3" in told.value.text
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
-        sft("mistral-v0.3", [SYSTEM, *TALK], multiturn=True)
-    assert "message 3 of 5" in told.value.text
+    for messages, multiturn in ((talk, False), ([SYSTEM, *TALK], True)):
+        with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
+            sft("mistral-v0.3", messages, multiturn=multiturn)
+        assert "leaves out the content of message 1 (system)" in told.value.text
 
 
 def test_a_thought_of_qwen3_is_learned():

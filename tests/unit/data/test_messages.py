@@ -203,21 +203,22 @@ def test_a_template_that_appends_the_arguments_gets_text(arguments):
     [{"tool_calls": [{"name": "f", "arguments": "{}"}]}, {"function_call": {"name": "f", "arguments": "{}"}}],
 )
 def test_flat_and_earlier_forms_of_a_call(call):
-    template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m.content }}"
-        "{% for c in m.tool_calls or [m.function_call] %}"
-        "{% if c %}CALL {{ c.name }} {{ c.arguments | tojson }}{% endif %}{% endfor %}<|end|>{% endfor %}"
+    result = {"role": "function", "name": "f", "content": "r"}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None} | call, result]
+    talk += [{"role": "assistant", "content": "a"}]
+    tokenizer, tools = with_template(), [{"name": "f", "parameters": {}}]
+    rows = Rows.of([{"messages": talk, "tools": tools}])
+    (sample,) = build_sft_samples(rows, tokenizer, **SFT_OPTIONS, tools_key="tools")
+    assert decode(tokenizer, sample.token_ids.tolist()) == (
+        'TOOLS [{"type": "function", "function": {"name": "f", "parameters": {}}}]<|end|>'
+        "<|user|>q<|end|><|assistant|>CALL f {}<|end|><|tool|>r<|end|><|assistant|>a<|end|>"
     )
-    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None} | call]
-    tokenizer = with_template(template)
-    (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), tokenizer, **SFT_OPTIONS)
-    assert decode(tokenizer, sample.token_ids.tolist()) == "<|user|>q<|end|><|assistant|>CALL f {}<|end|>"
 
 
 def test_a_template_that_writes_no_calls_is_refused():
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template"):
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1) as told:
         build_sft_samples(Rows.of(ROWS), with_template(CHATML), **SFT_OPTIONS)
+    assert "leaves out the calls of message 2 (assistant)" in told.value.text
 
 
 @pytest.mark.parametrize(
@@ -262,8 +263,9 @@ def test_an_answer_of_parts_must_be_written_whole():
     rows = Rows.of([{"messages": talk}])
     first_part = TAKES_PARTS.replace("in m['content'] %", "in m['content'][:1] %")
     assert len(build_sft_samples(rows, with_template(TAKES_PARTS), **SFT_OPTIONS)) == 1
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template"):
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1) as told:
         build_sft_samples(rows, with_template(first_part), **SFT_OPTIONS)
+    assert "leaves out the content of message 2 (assistant)" in told.value.text
 
 
 def test_text_that_is_no_conversation_stays_text():
@@ -323,5 +325,10 @@ def test_messages_in_the_form_of_sharegpt() -> None:
     table = [message | {"role": None, "content": None} for message in talk]
     for value in (talk, json.dumps(talk), table, expected):
         assert as_messages(value) == expected
+    call = {"name": "f", "arguments": {}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    for value in (call, [call]):
+        said = {"from": "function_call", "value": json.dumps(value)}
+        assert as_messages([talk[1], said]) == [expected[1], called]
     with refused(ErrorCode.INVALID_ROW):
-        as_messages([talk[1], {"from": "function_call", "value": "{}"}])
+        as_messages([talk[1], {"from": "bing", "value": "{}"}])

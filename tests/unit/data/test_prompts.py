@@ -83,6 +83,18 @@ def test_an_answer_that_cannot_be_continued_is_refused(tokenizer, content):
         build([{"input": [{"role": "user", "content": "2+2"}, answer]}], tokenizer)
 
 
+def test_a_prompt_of_which_the_template_leaves_out_a_message_is_refused(tokenizer, monkeypatch):
+    template = (
+        "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    asked = {"role": "user", "content": "2+2"}
+    build([{"input": [asked]}], tokenizer)
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
+        build([{"input": [{"role": "system", "content": "be kind"}, asked]}], tokenizer)
+    assert "leaves out the content of message 1 (system)" in told.value.text
+
+
 def test_special_tokens_in_a_message_are_pointed_out_once(capsys):
     """A text without a chat template may have them: it is rendered already."""
     tokenizer = tiny_tokenizer()

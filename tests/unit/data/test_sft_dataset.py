@@ -260,12 +260,15 @@ def test_a_template_that_rewrites_history_is_refused_for_many_turns_only(templat
 
 
 def test_a_turn_of_tool_calls_alone_is_learned():
-    template = CHATML.replace("m['content']", "m['content'] or m['tool_calls'][0]['name']")
+    template = CHATML.replace("m['content']", "m['content'] or m['tool_calls'][0]['function'] | tojson")
     tokenizer = tokenizer_with(template)
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
     talk = [TALK[0], call, {"role": "tool", "content": "3"}, TALK[1]]
     (sample,) = build([{"input": talk}], tokenizer, output_key=None, multiturn=True)
-    assert learned_texts(sample, tokenizer) == ["add<|im_end|>", "a1<|im_end|>"]
+    assert learned_texts(sample, tokenizer) == [
+        '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
+        "a1<|im_end|>",
+    ]
 
 
 def test_output_column_and_messages(tokenizer):
