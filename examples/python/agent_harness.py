@@ -71,7 +71,8 @@ class Codex(AgentExecutor):
         settings = {
             "model_provider": "policy",
             "model_providers.policy": provider,
-            "model_context_window": session.max_length,  # it compacts its history before the end
+            "model_context_window": session.max_length,
+            "model_auto_compact_token_limit": session.max_length * 3 // 4,  # leaves room for the summary
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]

@@ -169,7 +169,9 @@ def check_plan(name: str, words: list[str]) -> None:
 
 
 def check_options(program: Path, words: list[str]) -> None:
-    """Checks that each option is one of a program with argparse. `agent try` passes on those of RL."""
+    """Checks that each option is one of a program with argparse. `agent try` passes on those of RL; behind `--`
+    are those of another program."""
+    words = words[: words.index("--")] if "--" in words else words
     own, of_rl = program.read_text(), list_flags(PPO.config_type)
     options = [word for word in words if word.startswith("--")]
     assert not [option for option in options if f'"{option}"' not in own and option[2:] not in of_rl]

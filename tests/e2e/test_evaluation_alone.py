@@ -1,0 +1,67 @@
+"""`--eval.eval_only` builds what sampling needs: the policy without optimizer states, and no other model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_rl import COMMON, train
+
+from openrlhf.cluster.roles import Roles
+from openrlhf.loop import rl_command
+from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.tasks.prepare import TaskFiles
+
+JOBS = [
+    *({"backend": "deepspeed", "stage": stage, "dtype": "bf16"} for stage in range(4)),
+    *({"backend": "deepspeed", "stage": stage, "dtype": "fp32"} for stage in (0, 3)),
+    *({"backend": "torch", "stage": 3, "dtype": dtype} for dtype in ("bf16", "fp32")),
+]
+
+
+@pytest.mark.slow
+def test_weights_are_loaded_without_the_states_of_the_optimizer(
+    task: TaskFiles, run_worker: Callable[..., list[dict]]
+) -> None:
+    ranks = run_worker("weights_alone", 2, model=str(task.model), jobs=JOBS)
+    for reports in ranks:
+        for job, report in zip(JOBS, reports, strict=True):
+            assert report["state"] == {"step": 2} and report["steps"] == 2, job
+            assert report["states"][0] > 0 and report["states"][1] == 0, job
+            assert report["trained"] and report["same"], job
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("running_ray")
+@pytest.mark.parametrize(
+    "place",
+    [
+        "--train.colocate_all",
+        "--ref.num_gpus_per_node 1 --critic.num_gpus_per_node 1",
+        "--train.backend torch --train.colocate_all",
+    ],
+)
+def test_an_evaluation_alone_scores_as_the_run_that_trained(
+    task: TaskFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Greedy answers by the weights of the checkpoint. The critic and the reference, which the run had, are not
+    built."""
+    started: list[Roles] = []
+
+    def start(*arguments) -> Roles:
+        started.append(roles := start_roles(*arguments))
+        return roles
+
+    start_roles = rl_command.start_roles
+    monkeypatch.setattr(rl_command, "start_roles", start)
+    flags = (
+        f"{COMMON.replace('group_norm', 'gae')} {place} --rollout.engine transformers --algo.kl.init_coef 0.01 "
+        "--actor.num_gpus_per_node 1 --actor.adam.lr 1e-2 --critic.adam.lr 1e-2 --ckpt.save_steps 2 "
+    )
+    trained = train(task, tmp_path, flags)[2]
+    only = f"{flags} --eval.eval_only --ckpt.load_enable --logger.run_dir {tmp_path / 'only'}"
+    train(task, tmp_path, only)
+    (found,) = read_metrics(tmp_path / "only" / "metrics.jsonl").values()
+    scores = {name: value for name, value in trained.items() if name.startswith("eval/") and "score" in name}
+    assert scores and {name: found[name] for name in scores} == scores
+    assert [set(roles.models) for roles in started] == [{"policy", "critic", "reference"}, {"policy"}]
+    assert started[1].reference is None
