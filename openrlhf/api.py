@@ -169,6 +169,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.observability.run_index import RunIndex
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
+    from openrlhf.observability.trackers.base import TrackedRun, Tracker
     from openrlhf.observability.trackers.load import build_trackers
     from openrlhf.observability.trackers.metrics_file import RENAMED
     from openrlhf.rewards.function import RewardFunction, check_reward_file

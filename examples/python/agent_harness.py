@@ -20,8 +20,6 @@ from openrlhf.agents.openai import OpenAIAgentExecutor
 
 TASK = "{}\n\nWrite the result, a number alone, to answer.txt in this folder."
 PACKAGED = {"claude": ("claude_agent_sdk", "_bundled/claude"), "codex": ("codex_cli_bin", "bin/codex")}
-QUIET = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "3600000", "IS_SANDBOX": "1"}
-"""Settings of Claude Code: no telemetry, an hour for each answer, and consent to run as root in a container."""
 
 
 def find(program):
@@ -42,6 +40,16 @@ class AgentExecutor(OpenAIAgentExecutor):
         flags = ["--model", session.model, "--dangerously-skip-permissions"]
         return [find("claude"), "-p", text, *flags]
 
+    def settings(self, session):
+        """Returns environment variables of Claude Code."""
+        return {
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(session.max_length),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(session.sampling_params.max_tokens or session.max_length),
+            "API_TIMEOUT_MS": "3600000",  # for each answer
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "IS_SANDBOX": "1",  # lets root use --dangerously-skip-permissions
+        }
+
     async def run_agent(self, prompt, label, session):
         with tempfile.TemporaryDirectory() as folder:
             # its own HOME: episodes share no settings, memories and sessions
@@ -49,7 +57,7 @@ class AgentExecutor(OpenAIAgentExecutor):
             program = await asyncio.create_subprocess_exec(
                 *self.command(session, TASK.format(prompt)),
                 cwd=folder,
-                env=os.environ | QUIET | private | session.environment,
+                env=os.environ | self.settings(session) | private | session.environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -66,6 +74,9 @@ class AgentExecutor(OpenAIAgentExecutor):
 
 
 class Codex(AgentExecutor):
+    def settings(self, session):
+        return {}
+
     def command(self, session, text):
         provider = f'{{name="policy", base_url="{session.base_url}", env_key="OPENAI_API_KEY"}}'
         settings = {

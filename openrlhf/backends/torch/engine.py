@@ -73,7 +73,7 @@ class TorchEngine(TrainedRank):
         assert not reentrant and ema_beta is None  # config/checks.py rejects them
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
-        self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.param_dtype]
+        self.ds, self.optim, self.dtype, self.learns = ds, optim, DTYPES[ds.param_dtype], learns
         self.is_sharded = self.mesh.size > 1 or ds.param_dtype != "fp32"
         self._module = build_model()
         self._prepare_layers(
@@ -162,7 +162,7 @@ class TorchEngine(TrainedRank):
             )
         tensors = self._tensors()
         known = TorchReader(folder).read_metadata().state_dict_metadata.keys()
-        if not self.optimizer.state:
+        if not self.learns:
             known = {name for name in known if name.startswith(f"{WEIGHTS}.")}
         check_same_model(known - tensors.keys(), tensors.keys() - known)
         load_tensors(folder, tensors)

@@ -1,0 +1,1 @@
+"""Trackers of metrics that other packages provide; entry points of the group `openrlhf.trackers` name them."""
