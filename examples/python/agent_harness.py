@@ -1,10 +1,10 @@
-"""Agent that runs Claude Code in a folder of its own; --train.agent_func_path agent_harness.py:Codex runs Codex. The
-policy writes its answer to a file there, which is compared with the label.
+"""Agents that run Claude Code, and as `agent_harness.py:Codex` Codex, in a folder of their own. The policy
+writes its answer to a file there, which is compared with the label.
 
 --train.agent_func_path examples/python/agent_harness.py --data.label_key label
 
-The harness executes what the policy writes, as the user of the run: run it in a container. Programs are found in PATH,
-or in the packages claude-agent-sdk and openai-codex-cli-bin.
+The harness executes what the policy writes, as the user of the run: run it in a container. Programs are found
+in PATH, or in the packages claude-agent-sdk and openai-codex-cli-bin.
 """
 
 import asyncio
@@ -70,7 +70,10 @@ class AgentExecutor(OpenAIAgentExecutor):
                     os.killpg(program.pid, signal.SIGKILL)
             answer = Path(folder, "answer.txt")
             right = answer.is_file() and answer.read_text().strip() == str(label)
-        return {"reward": float(right), "extra_logs": {"turns": session.num_turns, "failed": float(status != 0)}}
+        return {
+            "reward": float(right),
+            "extra_logs": {"turns": session.num_turns, "failed": float(status != 0)},
+        }
 
 
 class Codex(AgentExecutor):

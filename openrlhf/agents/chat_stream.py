@@ -91,7 +91,9 @@ def in_turns(messages: Sequence[Message]) -> list[Message]:
 def _joined(first: Any, second: Any) -> Any:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    parts = lambda content: content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    parts = lambda content: (
+        content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    )
     return [*parts(first), *parts("\n\n"), *parts(second)]
 
 

@@ -20,19 +20,18 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
-from openrlhf.agents.wires.base import BadRequest, Object, Wire, as_event, openai_error, refuse
-from openrlhf.agents.wires.messages import MESSAGES
-from openrlhf.agents.wires.responses import RESPONSES
+from openrlhf.agents.wire import BadRequest, Object, Wire, as_event, openai_error, refuse
 from openrlhf.completions import Completion, SamplingParams
 from openrlhf.data.messages import decoded, join_text, read_calls
 from openrlhf.errors import warn_once
+from openrlhf.observability.hooks.load import find_points
 from openrlhf.text import decode, token_ids_within
 
 if TYPE_CHECKING:
@@ -384,8 +383,10 @@ class Server:
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
-        for path, wire in WIRES.items():
-            app.router.add_post(path, partial(self._count if path in COUNTS else self._answer, wire))
+        for wire in dict.fromkeys(wires().values()):
+            app.router.add_post(wire.path, partial(self._answer, wire))
+            if wire.counts:
+                app.router.add_post(wire.counts, partial(self._count, wire))
         app.router.add_get("/v1/responses", _no_socket)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
@@ -494,15 +495,22 @@ def _events(request: Object, answer: dict) -> Iterator[dict]:
     return _chunks(answer, bool((request.get("stream_options") or {}).get("include_usage")))
 
 
-CHAT = Wire(dict, lambda request, answer: answer, _events, last_event="data: [DONE]\n\n")
-COUNTS = {"/v1/messages/count_tokens": MESSAGES, "/v1/responses/input_tokens": RESPONSES}
-WIRES = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES} | COUNTS
+CHAT = Wire(
+    "/v1/chat/completions", dict, lambda request, answer: answer, _events, last_event="data: [DONE]\n\n"
+)
+
+
+@cache
+def wires() -> dict[str, Wire]:
+    """Maps paths to the APIs of the server: chat completions, and those that installed packages attach."""
+    found = [CHAT, *(point.load() for point in find_points("wire"))]
+    return {path: wire for wire in found for path in (wire.path, wire.counts) if path}
 
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Returns exceptions as error responses in the format of the request's API, which its client raises."""
-    wire = WIRES.get(request.path, CHAT)
+    wire = wires().get(request.path, CHAT)
     refused = lambda status, text, code: web.json_response(wire.error(status, text, code), status=status)
     try:
         return await handler(request)

@@ -301,7 +301,8 @@ def stepped_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def load_states(engine: Any, checkpoint: Checkpoint, *, of_optimizer: bool = True) -> dict[str, Any]:
     """Loads a checkpoint, which any number of ranks may have saved, into a DeepSpeed engine; without
-    `of_optimizer` its weights alone. Returns the state that all ranks share. Collective. Raises UsageError if the checkpoint is of another model."""
+    `of_optimizer` its weights alone. Returns the state that all ranks share. Collective. Raises UsageError if
+    the checkpoint is of another model."""
     model_states = checkpoint.model_states()
     check_same_model(model_states["module"].keys() - engine.module.state_dict().keys(), ())
     saved = checkpoint.states(names_in_order(engine))

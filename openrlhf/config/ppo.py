@@ -938,7 +938,9 @@ class PPOConfig(TrainingConfig):
         has_critic = self.uses_critic and self.learns
         if has_critic:
             colocated_with["critic"] = everyone
-        if self.uses_reference and self.learns and not self.ds.lora.rank:  # with LoRA, the bare policy is the reference
+        if (
+            self.uses_reference and self.learns and not self.ds.lora.rank
+        ):  # with LoRA, the bare policy is the reference
             colocated_with["ref"] = "actor" if train.colocate_actor_ref else everyone
         if self.uses_reward_model:
             with_critic = has_critic and train.colocate_critic_reward

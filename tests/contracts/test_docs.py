@@ -169,8 +169,8 @@ def check_plan(name: str, words: list[str]) -> None:
 
 
 def check_options(program: Path, words: list[str]) -> None:
-    """Checks that each option is one of a program with argparse. `agent try` passes on those of RL; behind `--`
-    are those of another program."""
+    """Checks that each option is one of a program with argparse. `agent try` passes on those of RL. Behind
+    `--` are those of another program."""
     words = words[: words.index("--")] if "--" in words else words
     own, of_rl = program.read_text(), list_flags(PPO.config_type)
     options = [word for word in words if word.startswith("--")]

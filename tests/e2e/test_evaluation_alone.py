@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_rl import COMMON, train
+from test_rl import COMMON, tokens_of, train
 
 from openrlhf.cluster.roles import Roles
 from openrlhf.loop import rl_command
+from openrlhf.observability.journal import read_journal
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 
@@ -40,11 +41,11 @@ def test_weights_are_loaded_without_the_states_of_the_optimizer(
         "--train.backend torch --train.colocate_all",
     ],
 )
-def test_an_evaluation_alone_scores_as_the_run_that_trained(
+def test_an_evaluation_alone_samples_as_the_run_that_trained(
     task: TaskFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Greedy answers by the weights of the checkpoint. The critic and the reference, which the run had, are not
-    built."""
+    """Greedy answers by the weights of the checkpoint. The critic and the reference, which the run had, are
+    not built."""
     started: list[Roles] = []
 
     def start(*arguments) -> Roles:
@@ -54,14 +55,17 @@ def test_an_evaluation_alone_scores_as_the_run_that_trained(
     start_roles = rl_command.start_roles
     monkeypatch.setattr(rl_command, "start_roles", start)
     flags = (
-        f"{COMMON.replace('group_norm', 'gae')} {place} --rollout.engine transformers --algo.kl.init_coef 0.01 "
-        "--actor.num_gpus_per_node 1 --actor.adam.lr 1e-2 --critic.adam.lr 1e-2 --ckpt.save_steps 2 "
+        f"{COMMON.replace('group_norm', 'gae')} {place} --rollout.engine transformers "
+        "--algo.kl.init_coef 0.01 --actor.num_gpus_per_node 1 --actor.adam.lr 1e-2 --critic.adam.lr 1e-2 "
+        "--ckpt.save_steps 2 "
     )
-    trained = train(task, tmp_path, flags)[2]
+    train(task, tmp_path, flags)
     only = f"{flags} --eval.eval_only --ckpt.load_enable --logger.run_dir {tmp_path / 'only'}"
     train(task, tmp_path, only)
-    (found,) = read_metrics(tmp_path / "only" / "metrics.jsonl").values()
-    scores = {name: value for name, value in trained.items() if name.startswith("eval/") and "score" in name}
-    assert scores and {name: found[name] for name in scores} == scores
+    (at,) = read_metrics(tmp_path / "only" / "metrics.jsonl")
+    answers = lambda run, step: tokens_of(
+        read_journal(tmp_path / run / "rollouts" / f"eval_{step:06d}.parquet")
+    )
+    assert at == 2 and answers("only", 2) == answers("run", 2) != answers("run", 0)
     assert [set(roles.models) for roles in started] == [{"policy", "critic", "reference"}, {"policy"}]
     assert started[1].reference is None

@@ -65,8 +65,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @ToolParserManager.register_module("shell_user")
 class ShellUser(ToolParser):
-    """Reads each of the first answers as a call of the harness's shell, which does nothing: an untrained policy
-    writes no calls."""
+    """Reads each of the first answers as a call of the harness's shell, which does nothing: an untrained
+    policy writes no calls."""
 
     calls = 2
     left = 0
@@ -83,8 +83,8 @@ class ShellUser(ToolParser):
 
 
 def asking(example: Any, harness: str, folder: Path, *, may_fail: bool = False) -> Any:
-    """Returns an agent that runs the harness in a folder with a file. `may_fail`: with answers that are cut off,
-    which harnesses continue, and give up after a few."""
+    """Returns an agent that runs the harness in a folder with a file. `may_fail`: with answers that are cut
+    off, which harnesses continue, and give up after a few."""
     (folder / "fruit.txt").write_text("apple 2\npear 3\n")
     executor = getattr(example, CLASSES[harness])()
 
@@ -123,7 +123,10 @@ def test_its_tools_are_called_in_one_stream(harness: str, example: Any, tmp_path
 def test_a_tool_that_claude_code_defers_is_found(example: Any, tmp_path: Path, harness: str) -> None:
     if harness != "claude":
         pytest.skip("Codex declares all its tools")
-    search, fetch = call("ToolSearch", query="select:NotebookEdit"), {"notebook_path": "x.ipynb", "new_source": ""}
+    search, fetch = (
+        call("ToolSearch", query="select:NotebookEdit"),
+        {"notebook_path": "x.ipynb", "new_source": ""},
+    )
     answers = [search + END, call("NotebookEdit", **fetch) + END, f"It costs 2.{END}"]
     (t,), heard = play_by_hand(asking(example, harness, tmp_path), *answers, parser="hermes", max_len=ROOM)
     check_tokens([t], heard)
@@ -163,10 +166,11 @@ def test_a_run_trains_on_what_it_did(harness: str, tmp_path: Path, model: Path, 
     openrlhf(
         f"ppo --actor.model_name_or_path {model} --data.prompt_dataset {prompts} --data.label_key label "
         f"--train.agent_func_path {EXAMPLE}:{CLASSES[harness]} --train.max_steps 1 --rollout.batch_size 1 "
-        f"--rollout.n_samples_per_prompt 1 --rollout.max_new_tokens 8 --data.max_len {ROOM} --train.max_turns 2 "
-        "--rollout.engine transformers --train.force_on_policy --actor.num_gpus_per_node 1 "
-        "--train.colocate_all --ds.param_dtype fp32 --algo.kl.init_coef 0 --algo.advantage.estimator reinforce "
-        f"--ckpt.output_dir {tmp_path / 'policy'} --logger.run_dir {tmp_path / 'run'}"
+        f"--rollout.n_samples_per_prompt 1 --rollout.max_new_tokens 8 --data.max_len {ROOM} "
+        "--train.max_turns 2 --rollout.engine transformers --train.force_on_policy --ds.param_dtype fp32 "
+        "--actor.num_gpus_per_node 1 --train.colocate_all --algo.kl.init_coef 0 "
+        f"--algo.advantage.estimator reinforce --ckpt.output_dir {tmp_path / 'policy'} "
+        f"--logger.run_dir {tmp_path / 'run'}"
     )
     (metrics,) = read_metrics(tmp_path / "run" / "metrics.jsonl").values()
     (path,) = journal_steps(tmp_path / "run" / "rollouts").values()

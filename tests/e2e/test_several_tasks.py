@@ -72,12 +72,14 @@ def test_each_task_has_its_quota_reward_and_temperature_and_a_resumed_run_contin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "--train.partial_rollout_enable", "--rollout.vllm_generate_batch_size 12"])
+@pytest.mark.parametrize(
+    "how", ["", "--train.partial_rollout_enable", "--rollout.vllm_generate_batch_size 12"]
+)
 def test_a_resumed_asynchronous_run_continues_with_the_groups_of_each_quota(
     task: TaskFiles, tmp_path: Path, how: str
 ) -> None:
-    """Sampling is a step ahead when the checkpoint is written. The groups in flight are sampled again, by newer
-    weights, and belong to the steps that they would have belonged to. Each is trained on once."""
+    """Sampling is a step ahead when the checkpoint is written. The groups in flight are sampled again, by
+    newer weights, and belong to the steps that they would have belonged to. Each is trained on once."""
     flags = f"{FLAGS.replace('--data.curriculum difficulty', '')} {two_tasks(task, tmp_path)} {how} "
     flags += "--train.async_enable --train.async_queue_size 1 --ckpt.save_steps 2 --ckpt.max_num 2"
     train(task, tmp_path / "whole", flags)

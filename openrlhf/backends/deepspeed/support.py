@@ -37,8 +37,8 @@ class Asked(dict[str, Any]):
 
 
 def check_options(ds: DeepSpeedConfig) -> None:
-    """Raises UsageError if the installed DeepSpeed refuses `--ds.config`, or never asks for one of its names, so
-    that it would ignore the option. Imports DeepSpeed if there are any options."""
+    """Raises UsageError if the installed DeepSpeed refuses `--ds.config`, or never asks for one of its names,
+    so that it would ignore the option. Imports DeepSpeed if there are any options."""
     if not ds.config or find_spec("deepspeed") is None:
         return
     from deepspeed.runtime.config import DeepSpeedConfig as Reader  # takes seconds

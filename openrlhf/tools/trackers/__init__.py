@@ -1,1 +1,1 @@
-"""Trackers of metrics that other packages provide; entry points of the group `openrlhf.trackers` name them."""
+"""Trackers of other packages; entry points of the group `openrlhf.trackers` name them."""

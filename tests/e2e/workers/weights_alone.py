@@ -62,7 +62,8 @@ def run(path: str, job: dict, folder: Path) -> dict[str, Any]:
         "steps": engine.steps,
         "states": [with_states, state_bytes(engine)],
         "trained": any(not torch.equal(before[name], tensor) for name, tensor in trained.items()),
-        "same": trained.keys() == loaded.keys() and all(torch.equal(loaded[n], t) for n, t in trained.items()),
+        "same": trained.keys() == loaded.keys()
+        and all(torch.equal(loaded[n], t) for n, t in trained.items()),
     }
 
 

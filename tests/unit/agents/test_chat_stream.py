@@ -167,7 +167,13 @@ def test_a_template_with_strict_turns_reads_what_harnesses_write(name: str) -> N
 def test_turns_keep_parts_and_what_is_no_system_message() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     call = said("assistant", "", tool_calls=[CALL])
-    messages = [said("user", [image]), said("system", "Look."), call, said("tool", "1"), said("system", "On.")]
+    messages = [
+        said("user", [image]),
+        said("system", "Look."),
+        call,
+        said("tool", "1"),
+        said("system", "On."),
+    ]
     text = lambda written: {"type": "text", "text": written}
     parts = [image, text("\n\n"), text("Look.")]
     assert in_turns(messages) == [said("user", parts), call, said("tool", "1"), said("user", "On.")]

@@ -15,8 +15,8 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from wire_episodes import anthropic_client, check_tokens, play_by_hand
 
 from openrlhf.agents.openai import Session
-from openrlhf.agents.wires.messages import BILLING, MESSAGES
-from openrlhf.agents.wires.responses import RESPONSES
+from openrlhf.tools.wires.messages import BILLING, MESSAGES
+from openrlhf.tools.wires.responses import RESPONSES
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_ANTHROPIC: Any = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
@@ -280,9 +280,7 @@ def test_a_tool_that_was_searched_for_stands_in_the_result() -> None:
             hidden = {"name": "placeholder", "input_schema": {"type": "object"}, "defer_loading": True}
             for number in range(3):
                 tools: Any = [SEARCH, hidden, *([ADD] if number else [])]
-                found = await client.messages.create(
-                    model="m", max_tokens=9, messages=messages, tools=tools
-                )
+                found = await client.messages.create(model="m", max_tokens=9, messages=messages, tools=tools)
                 if number == 2:
                     break
                 (used,) = found.content

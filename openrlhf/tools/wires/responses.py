@@ -3,8 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from openrlhf.agents.wires.base import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
-from openrlhf.errors import warn_once
+from openrlhf.api import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,9 @@ def read(request: Object) -> dict:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return {
         "messages": _read_items(request.get("instructions"), items),
-        "tools": [read_tool(tool | {"name": name}, "parameters") for name, (tool, _) in _tools(request).items()],
+        "tools": [
+            read_tool(tool | {"name": name}, "parameters") for name, (tool, _) in _tools(request).items()
+        ],
         "tool_choice": request.get("tool_choice"),
         "max_tokens": request.get("max_output_tokens"),
     } | {name: request.get(name) for name in ("temperature", "top_p")}
@@ -43,7 +44,9 @@ def _tools(request: Object) -> dict[str, tuple[Object, dict]]:
     found = {}
     for tool in request.get("tools") or ():
         if tool.get("type") in HOSTED:
-            warn_once(logger, f"the policy is not offered the tool {tool['type']}, which the API itself would run")
+            warn_once(
+                logger, f"the policy is not offered the tool {tool['type']}, which the API itself would run"
+            )
             continue
         members = tool["tools"] if tool.get("type") == "namespace" else [tool]
         for member in members:
@@ -149,4 +152,4 @@ def _of_call(item: dict) -> Iterator[dict]:
     yield {"type": "function_call_arguments.done"} | done
 
 
-RESPONSES = Wire(read, write, events)
+RESPONSES = Wire("/v1/responses", read, write, events, counts="/v1/responses/input_tokens")

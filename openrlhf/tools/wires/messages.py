@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from openrlhf.agents.wires.base import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
+from openrlhf.api import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
 
 BILLING = "x-anthropic-billing-header"
 """Start of a text that Claude Code puts into its system prompt. It changes with every request, so that none
@@ -24,7 +24,9 @@ def read(request: Object) -> dict:
     if request.get("thread"):
         raise BadRequest("thread: the server stores nothing; send the whole conversation", NO_THREADS)
     choice, system = request.get("tool_choice") or {"type": "auto"}, _read("system", request.get("system"))
-    tools = [(read_tool(tool, "input_schema"), tool.get("defer_loading")) for tool in request.get("tools") or ()]
+    tools = [
+        (read_tool(tool, "input_schema"), tool.get("defer_loading")) for tool in request.get("tools") or ()
+    ]
     deferred = {tool["function"]["name"]: tool for tool, is_deferred in tools if is_deferred}
     return {
         "messages": [*system, *(m for each in request["messages"] for m in _read_message(each, deferred))],
@@ -131,4 +133,4 @@ def error(status: int, message: str, code: str) -> dict:
     return {"type": "error", "error": {"type": kind, "message": message} | details}
 
 
-MESSAGES = Wire(read, write, events, error)
+MESSAGES = Wire("/v1/messages", read, write, events, error, counts="/v1/messages/count_tokens")
