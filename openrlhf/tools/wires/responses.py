@@ -32,7 +32,7 @@ def read(request: Object) -> dict:
     return {
         "messages": _read_items(request.get("instructions"), items),
         "tools": [
-            read_tool(tool | {"name": name}, "parameters") for name, (tool, _) in _tools(request).items()
+            read_tool({**tool, "name": name}, "parameters") for name, (tool, _) in _tools(request).items()
         ],
         "tool_choice": request.get("tool_choice"),
         "max_tokens": request.get("max_output_tokens"),

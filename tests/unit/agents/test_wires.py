@@ -277,6 +277,7 @@ def test_a_tool_that_was_searched_for_stands_in_the_result() -> None:
     async def agent(session: Session) -> None:
         async with anthropic_client(session) as client:
             messages: list[Any] = [ask("1+1")]
+            used = result = None
             hidden = {"name": "placeholder", "input_schema": {"type": "object"}, "defer_loading": True}
             for number in range(3):
                 tools: Any = [SEARCH, hidden, *([ADD] if number else [])]
@@ -287,7 +288,7 @@ def test_a_tool_that_was_searched_for_stands_in_the_result() -> None:
                 said: Any = "2" if number else [{"type": "tool_reference", "tool_name": "add"}]
                 result = {"type": "tool_result", "tool_use_id": used.id, "content": said}
                 messages += [{"role": "assistant", "content": [used.model_dump()]}, ask([result])]
-            assert used.name == "add" and found.content[0].text == "2"
+            assert used and result and used.name == "add" and found.content[0].text == "2"
             result["content"] = [{"type": "tool_reference", "tool_name": "sub"}]
             with pytest.raises(anthropic.BadRequestError, match="tool_reference sub"):
                 await client.messages.create(model="m", max_tokens=9, messages=messages, tools=tools)
@@ -421,7 +422,7 @@ def test_streamed_responses() -> None:
         assert found.output_text == whole.output_text == "so "
         assert found.output[1].arguments == whole.output[1].arguments == '{"a": 1}'
         assert found.usage == whole.usage and found.status == "completed"
-        assert whole.model_extra["token_ids"] and "token_ids" not in found.model_extra
+        assert whole.model_extra["token_ids"] and "token_ids" not in (found.model_extra or {})
 
     play_by_hand(agent, "so " + call("add", a=1) + END, parser="hermes")
     assert [kind.removeprefix("response.") for kind in kinds] == [

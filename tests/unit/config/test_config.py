@@ -1166,7 +1166,6 @@ def test_an_evaluation_alone_has_the_policy_and_what_gives_rewards(say, place):
     assert learning.placements["reward"].colocated_with == (host or "critic")
 
 
-
 ROLLOUT = "--algo.advantage.proximal_policy rollout"
 ONE_UPDATE = "--train.batch_size 1024"  # 128 prompts of 8 samples
 
