@@ -487,8 +487,9 @@ class EvalConfig:
     eval_at_start: bool = False
     """Evaluate before the first RL step, whatever eval.steps is."""
     eval_only: bool = False
-    """Evaluate once and end, without training and without writing a model. With ckpt.load_enable, the last
-    checkpoint is evaluated."""
+    """Evaluate once and end, without training and without writing a model. Of the models that learn or guide
+    learning, only the policy is built, without an optimizer. With ckpt.load_enable, the last checkpoint is
+    evaluated."""
     temperature: PositiveOrZero = 0.6
     """Sampling temperature. 0: greedy, with one sample of each prompt."""
     top_p: PositiveFraction | None = None
