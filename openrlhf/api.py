@@ -27,8 +27,9 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.agents.base import MultiTurnAgentExecutor, Reward, RewardError, call_in_time
     from openrlhf.agents.chat_stream import TemplateProblem, probe as probe_template
     from openrlhf.agents.openai import (
-        BadRequest, Message as ChatMessage, OpenAIAgentExecutor, Session, SessionExecutor,
+        Message as ChatMessage, OpenAIAgentExecutor, Session, SessionExecutor,
     )
+    from openrlhf.agents.wire import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
     from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.mismatch import MismatchWatch, PROBE as MISMATCH_PROBE, check_mismatch
     from openrlhf.backends.base import Objective, RowT, TrainEngine
@@ -108,7 +109,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.templates import Message, PromptTemplate
     from openrlhf.device import DEVICE_TYPE, own_bytes
     from openrlhf.errors import (
-        ErrorCode, catch_signals, counted, describe, first_line, notify, readable, short_errors,
+        ErrorCode, catch_signals, counted, describe, first_line, notify, readable, short_errors, warn_once,
     )
     from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
     from openrlhf.heap import freeze as freeze_heap
@@ -169,6 +170,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.observability.run_index import RunIndex
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
+    from openrlhf.observability.trackers.base import TrackedRun, Tracker
     from openrlhf.observability.trackers.load import build_trackers
     from openrlhf.observability.trackers.metrics_file import RENAMED
     from openrlhf.rewards.function import RewardFunction, check_reward_file

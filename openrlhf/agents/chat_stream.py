@@ -1,12 +1,23 @@
 """Conversations as token streams: the text that a chat template writes between a policy's answers."""
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.data.messages import MARK, Message, render, without_nulls
+from openrlhf.errors import warn_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+IN_TURNS = (
+    "the chat template takes no system message after the first, or no two messages of the user in a row; "
+    "later system messages become the user's, and adjacent ones are joined"
+)
 
 
 class TemplateProblem(ValueError):
@@ -22,12 +33,18 @@ class ChatStream:
         self.tokenizer = tokenizer
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, answering: bool = True) -> str:
-        """Returns the rendered conversation; `answering` adds the generation prompt. Raises TemplateProblem
-        if the template rejects the messages."""
+        """Returns the rendered conversation; `answering` adds the generation prompt. A template that rejects
+        it gets it in turns. Raises TemplateProblem if the template rejects those too."""
+        read = [without_nulls(message) for message in messages]
+        write = lambda said: render(self.tokenizer, said, tools=tools, add_generation_prompt=answering)
         try:
-            read = [without_nulls(message) for message in messages]
-            return render(self.tokenizer, read, tools=tools, add_generation_prompt=answering)
+            return write(read)
         except Exception as error:
+            if (turns := in_turns(read)) != read:
+                with suppress(Exception):
+                    text = write(turns)
+                    warn_once(logger, IN_TURNS)
+                    return text
             raise TemplateProblem(f"the chat template rejects these messages: {error}") from error
 
     def behind(self, messages: Sequence[Message], place: int, tools: Any, end: str) -> str:
@@ -55,6 +72,29 @@ class ChatStream:
         if after < 0:
             raise TemplateProblem(f"the chat template does not end an answer with {closing!r}")
         return whole[after + len(end) :]
+
+
+def in_turns(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with one system message at most, the first: later ones are the user's, and
+    adjacent messages of the system or the user are one."""
+    found: list[Message] = []
+    for message in messages:
+        is_late = message.get("role") == "system" and any(m.get("role") != "system" for m in found)
+        message = message | {"role": "user"} if is_late else message
+        if found and message.get("role") == found[-1].get("role") in ("system", "user"):
+            found[-1] = found[-1] | {"content": _joined(found[-1].get("content"), message.get("content"))}
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = lambda content: (
+        content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    )
+    return [*parts(first), *parts("\n\n"), *parts(second)]
 
 
 def probe(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> list[str]:

@@ -18,21 +18,20 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
-from openrlhf.agents.wires.base import BadRequest, Object, Wire, as_event, refuse
-from openrlhf.agents.wires.messages import MESSAGES
-from openrlhf.agents.wires.responses import RESPONSES
+from openrlhf.agents.wire import BadRequest, Object, Wire, as_event, openai_error, refuse
 from openrlhf.completions import Completion, SamplingParams
 from openrlhf.data.messages import decoded, join_text, read_calls
 from openrlhf.errors import warn_once
+from openrlhf.observability.hooks.load import find_points
 from openrlhf.text import decode, token_ids_within
 
 if TYPE_CHECKING:
@@ -156,13 +155,14 @@ class Session:
         """Returns the response of /v1/chat/completions in OpenAI's format, with the token ids of prompt and
         answers. Raises BadRequest."""
         messages, tools = _messages(request), request.get("tools") or None
-        if tools and self.tool_parser is None:
+        known = [*(tools or ()), *(request.get("deferred_tools") or ())]  # those that the policy may call
+        if known and self.tool_parser is None:
             raise BadRequest("tools: their calls need a parser, OpenAIAgentExecutor(tool_parser=...)")
         prompt_ids = self.build_prompt(messages, tools)
         params = self._params(request, len(prompt_ids))
         self._count_turn()
         answers = (await self.engine.generate(prompt_ids, params)).outputs
-        choices = [self._choice(messages, tools, prompt_ids, params, answer) for answer in answers]
+        choices = [self._choice(messages, tools, known, prompt_ids, params, answer) for answer in answers]
         if request.get("logprobs"):
             for choice, answer in zip(choices, answers, strict=True):
                 choice["logprobs"] = {"content": self._log_probs(answer, request.get("top_logprobs") or 0)}
@@ -232,6 +232,7 @@ class Session:
         self,
         messages: Sequence[Message],
         tools: Any,
+        known_tools: Any,
         prompt_ids: list[int],
         params: SamplingParams,
         answer: Completion,
@@ -239,7 +240,7 @@ class Session:
         token_ids = list(answer.token_ids)
         end = self._end_of(token_ids, params)
         text = decode(self.tokenizer, token_ids, after=prompt_ids).removesuffix(end)
-        calls = self._tool_calls(text, tools) if tools else None
+        calls = self._tool_calls(text, known_tools) if known_tools else None
         ended_by = next((stop for stop in params.stop or () if stop in text), None)
         for stop in params.stop or ():
             text = text.partition(stop)[0]
@@ -349,6 +350,8 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
+TOKENS = ("prompt_token_ids", "token_ids")
+"""Fields of an answer that its stream leaves out: harnesses keep all events of a conversation."""
 BODY_SECONDS = 60.0
 """Seconds within which the body of a request must arrive."""
 
@@ -380,8 +383,11 @@ class Server:
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
-        for path, wire in WIRES.items():
-            app.router.add_post(path, partial(self._count if path in COUNTS else self._answer, wire))
+        for wire in dict.fromkeys(wires().values()):
+            app.router.add_post(wire.path, partial(self._answer, wire))
+            if wire.counts:
+                app.router.add_post(wire.counts, partial(self._count, wire))
+        app.router.add_get("/v1/responses", _no_socket)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         _allow_many_files()
@@ -421,10 +427,12 @@ class Server:
         if not body.get("stream"):
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in wire.events(body, answer):
-            await response.write(as_event(event))
-        await response.write(wire.last_event.encode())
+        events = wire.events(body, {k: v for k, v in answer.items() if k not in TOKENS})
+        with suppress(ConnectionResetError):  # the client has gone, as a harness does that stops a sub-agent
+            await response.prepare(request)
+            for event in events:
+                await response.write(as_event(event))
+            await response.write(wire.last_event.encode())
         return response
 
 
@@ -437,6 +445,11 @@ def _allow_many_files() -> None:
 
 async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
+
+
+async def _no_socket(request: web.Request) -> web.Response:
+    """Refuses a WebSocket with the status after which Codex sends requests over HTTP at once."""
+    return web.json_response(openai_error(426, "no WebSocket; POST requests", "upgrade_required"), status=426)
 
 
 async def _body(request: web.Request) -> dict:
@@ -482,15 +495,22 @@ def _events(request: Object, answer: dict) -> Iterator[dict]:
     return _chunks(answer, bool((request.get("stream_options") or {}).get("include_usage")))
 
 
-CHAT = Wire(dict, lambda request, answer: answer, _events, last_event="data: [DONE]\n\n")
-COUNTS = {"/v1/messages/count_tokens": MESSAGES, "/v1/responses/input_tokens": RESPONSES}
-WIRES = {"/v1/chat/completions": CHAT, "/v1/messages": MESSAGES, "/v1/responses": RESPONSES} | COUNTS
+CHAT = Wire(
+    "/v1/chat/completions", dict, lambda request, answer: answer, _events, last_event="data: [DONE]\n\n"
+)
+
+
+@cache
+def wires() -> dict[str, Wire]:
+    """Maps paths to the APIs of the server: chat completions, and those that installed packages attach."""
+    found = [CHAT, *(point.load() for point in find_points("wire"))]
+    return {path: wire for wire in found for path in (wire.path, wire.counts) if path}
 
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Returns exceptions as error responses in the format of the request's API, which its client raises."""
-    wire = WIRES.get(request.path, CHAT)
+    wire = wires().get(request.path, CHAT)
     refused = lambda status, text, code: web.json_response(wire.error(status, text, code), status=status)
     try:
         return await handler(request)

@@ -30,6 +30,7 @@ def build_engine(
     dropout: bool = False,
     ema_beta: float | None = None,
     skip_nonfinite: bool = False,
+    learns: bool = True,
 ) -> TrainEngine:
     """Builds one rank of a model in training. Call `init_distributed` first.
 
@@ -38,7 +39,9 @@ def build_engine(
     `dropout`: train with the dropout of the model's configuration; without it a training pass computes the
     same as `forward` and `evaluate`, except for the dropout of adapters. `ema_beta`: decay of a moving
     average of the trained weights, None for no average; `export` writes the average and checkpoints keep it,
-    nothing else uses it. `skip_nonfinite`: go on after a step whose loss or gradient is not finite.
+    nothing else uses it. `skip_nonfinite`: go on after a step whose loss or gradient is not finite. `learns`:
+    False builds no optimizer states and loads the weights of checkpoints alone, for a model whose weights are
+    only read.
     """
     return _find_class(backend, 1)(
         build_model,
@@ -50,6 +53,7 @@ def build_engine(
         dropout=dropout,
         ema_beta=ema_beta,
         skip_nonfinite=skip_nonfinite,
+        learns=learns,
         mesh=mesh,
     )
 

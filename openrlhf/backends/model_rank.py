@@ -535,6 +535,11 @@ def decay_groups(module: nn.Module, weight_decay: float, *, without: Container[i
     return [group for group in groups if group["params"]]
 
 
+def without_states(trained: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Builds the optimizer of a model that does not learn. It has no states."""
+    return torch.optim.SGD(trained, lr=0.0)
+
+
 def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:
     """Yields the items, in order, in buckets. A bucket ends with the item with which its size reaches
     `capacity`."""

@@ -299,16 +299,17 @@ def stepped_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def load_states(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loads a checkpoint, which any number of ranks may have saved, into a DeepSpeed engine. Returns the
-    state that all ranks share. Collective. Raises UsageError if the checkpoint is of another model."""
+def load_states(engine: Any, checkpoint: Checkpoint, *, of_optimizer: bool = True) -> dict[str, Any]:
+    """Loads a checkpoint, which any number of ranks may have saved, into a DeepSpeed engine; without
+    `of_optimizer` its weights alone. Returns the state that all ranks share. Collective. Raises UsageError if
+    the checkpoint is of another model."""
     model_states = checkpoint.model_states()
     check_same_model(model_states["module"].keys() - engine.module.state_dict().keys(), ())
     saved = checkpoint.states(names_in_order(engine))
     sizes = {name: getattr(p, "ds_numel", p.numel()) for p, name in engine.param_names.items()}
     others = (f"{name} of this size" for name in saved.fragments if saved.numel(name) != sizes[name])
     check_same_model((), others)
-    _load_optimizer(engine.optimizer, list(_list_groups(engine)), saved)
+    _load_optimizer(engine.optimizer, list(_list_groups(engine)), saved, of_optimizer)
     buffers = dict(engine.module.named_buffers())
     for name in buffers.keys() & model_states["module"].keys():
         buffers[name].copy_(model_states["module"][name])
@@ -318,9 +319,13 @@ def load_states(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     return model_states
 
 
-def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: SavedStates) -> None:
+def _load_optimizer(
+    optimizer: Any, groups: Sequence[ParameterGroup], saved: SavedStates, with_states: bool
+) -> None:
     masters = [_assembled(saved, group, MASTER) for group in groups]
-    states = {i: state for i, group in enumerate(groups) if (state := _get_state(saved, group))}
+    states = {
+        i: state for i, group in enumerate(groups) if with_states and (state := _get_state(saved, group))
+    }
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         own: dict[str, Any] = optimizer.state_dict() | saved.loss_scale | {"fp32_flat_groups": masters}
         own["optimizer_state_dict"] |= {"state": states}

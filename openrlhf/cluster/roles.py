@@ -128,7 +128,7 @@ def start_roles(
         roles.critic = CriticRanks(config, places["critic"])
     if "ref" in places:
         roles.reference = FrozenRanks(config, places["ref"])
-    elif config.uses_reference:
+    elif config.uses_reference and config.learns:
         roles.reference = AdapterDisabledReference(roles.policy)
     if "teacher" in places:
         roles.teacher = FrozenRanks(config, places["teacher"])

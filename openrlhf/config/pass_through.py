@@ -1,10 +1,13 @@
 """Options of other libraries that have no flag of their own and are passed to the library as they are:
 `--vllm.engine_args.NAME VALUE`."""
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from openrlhf.errors import ErrorCode, UsageError
 
 NAMED = {"true": True, "false": False, "none": None, "null": None}
 """Words for values, in whatever case."""
@@ -39,6 +42,13 @@ def merge(tree: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[name] = merge(old, value) if both else value
     return merged
+
+
+def unknown_option(flag: str, name: str, known: Iterable[str], problem: str) -> UsageError:
+    """Returns the error for an option that the library does not have, with the nearest of those `known`."""
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "remove it"
+    return UsageError(ErrorCode.UNKNOWN_FLAG, f"{problem}; {remedy}", flag=f"{flag}.{name}")
 
 
 def to_text(name: str, words: Sequence[str]) -> str:

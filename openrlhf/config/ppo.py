@@ -488,8 +488,9 @@ class EvalConfig:
     eval_at_start: bool = False
     """Evaluate before the first RL step, whatever eval.steps is."""
     eval_only: bool = False
-    """Evaluate once and end, without training and without writing a model. With ckpt.load_enable, the last
-    checkpoint is evaluated."""
+    """Evaluate once and end, without training and without writing a model. Of the models that learn or guide
+    learning, only the policy is built, without an optimizer. With ckpt.load_enable, the last checkpoint is
+    evaluated."""
     temperature: PositiveOrZero = 0.6
     """Sampling temperature. 0: greedy, with one sample of each prompt."""
     top_p: PositiveFraction | None = None
@@ -923,6 +924,11 @@ class PPOConfig(TrainingConfig):
         return self.data.reads_images
 
     @property
+    def learns(self) -> bool:
+        """False for an evaluation alone."""
+        return not self.eval.eval_only
+
+    @property
     def uses_reference(self) -> bool:
         return self.algo.kl.init_coef > 0 and self.algo.kl.ref == "model"
 
@@ -932,17 +938,21 @@ class PPOConfig(TrainingConfig):
 
     @property
     def placements(self) -> dict[str, RolePlacement]:
-        """Placement of the run's models by role; a role comes before those that share its GPUs."""
+        """Placement of the run's models by role; a role comes before those that share its GPUs. An evaluation
+        alone has the policy, whose weights engines get, and the reward models."""
         train, everyone = self.train, "actor" if self.train.colocate_all else None
         colocated_with: dict[str, str | None] = {"actor": None}
-        if self.uses_critic:
+        has_critic = self.uses_critic and self.learns
+        if has_critic:
             colocated_with["critic"] = everyone
-        if self.uses_reference and not self.ds.lora.rank:  # with LoRA, the bare policy is the reference
+        if (
+            self.uses_reference and self.learns and not self.ds.lora.rank
+        ):  # with LoRA, the bare policy is the reference
             colocated_with["ref"] = "actor" if train.colocate_actor_ref else everyone
         if self.uses_reward_model:
-            with_critic = self.uses_critic and train.colocate_critic_reward
+            with_critic = has_critic and train.colocate_critic_reward
             colocated_with["reward"] = everyone or ("critic" if with_critic else None)
-        if self.uses_teacher:
+        if self.uses_teacher and self.learns:
             colocated_with["teacher"] = everyone
         sizes = {
             "actor": self.actor,

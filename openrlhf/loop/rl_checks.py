@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from openrlhf.algorithms.trial import try_out
+from openrlhf.backends.deepspeed.support import check_options
 from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs, engine_arguments
 from openrlhf.checkpoint.start import check_output
 from openrlhf.cluster.launch import check_resources, cluster_has_gpus
@@ -73,6 +74,8 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
     if config.rollout.engine == "vllm":
         ask("--vllm.engine_args", engine_arguments, config.vllm.engine_args)
+    if config.train.backend == "deepspeed":
+        ask("--ds.config", check_options, config.ds)
     ask(ACTOR_FLAG, lambda: check_saving(actor, ACTOR_FLAG, policy_processor(config)))
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")

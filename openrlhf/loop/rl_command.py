@@ -128,14 +128,16 @@ class RLRun:
         processes."""
         heap.freeze()
         config, prompts = self.config, len(self.data.prompts)
+        texts = self.data.texts if config.learns else None
         updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
-        roles = start_roles(config, self.places, self.layout.on_gpu, *updates, self.data.texts, self.clock)
+        roles = start_roles(config, self.places, self.layout.on_gpu, *updates, texts, self.clock)
         ended = threading.Event()
         try:
             if table := placement_table(roles.processes, self.places):
                 print(table, file=sys.stderr, flush=True)
             trainer = build_trainer(config, self.argv, roles, self.data, self.checkpoints, self.tag)
-            trainer.observer.message(_memory_of_rows(roles))
+            if config.learns:
+                trainer.observer.message(_memory_of_rows(roles))
             trainer.observer.started(self.clock)
             watchdog = roles.watchdog(config)
             watchdog.start()

@@ -161,8 +161,9 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             total_steps=total_steps,
             gradient_checkpointing=gradient_checkpointing,
             reentrant=self.config.actor.gradient_checkpointing_reentrant,
-            ema_beta=ema_beta,
+            ema_beta=ema_beta if self.config.learns else None,
             skip_nonfinite=self.config.train.on_nonfinite == "skip_step",
+            learns=self.config.learns,
             mesh=self.mesh,
         )
 

@@ -69,3 +69,38 @@ def test_each_task_has_its_quota_reward_and_temperature_and_a_resumed_run_contin
     one, other = (load_file(tmp_path / run / "policy" / "model.safetensors") for run in ("whole", "halves"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["", "--train.partial_rollout_enable", "--rollout.vllm_generate_batch_size 12"]
+)
+def test_a_resumed_asynchronous_run_continues_with_the_groups_of_each_quota(
+    task: TaskFiles, tmp_path: Path, how: str
+) -> None:
+    """Sampling is a step ahead when the checkpoint is written. The groups in flight are sampled again, by
+    newer weights, and belong to the steps that they would have belonged to. Each is trained on once."""
+    flags = f"{FLAGS.replace('--data.curriculum difficulty', '')} {two_tasks(task, tmp_path)} {how} "
+    flags += "--train.async_enable --train.async_queue_size 1 --ckpt.save_steps 2 --ckpt.max_num 2"
+    train(task, tmp_path / "whole", flags)
+    whole = steps_of(tmp_path / "whole")
+    cut_after_step_2(tmp_path / "whole", tmp_path / "halves")
+    train(task, tmp_path / "halves", f"{flags} --ckpt.load_enable")
+    again = steps_of(tmp_path / "halves", first=3)
+    assert [groups_of(step) for step in again] == [groups_of(step) for step in whole[2:]]
+    for run in (whole, [*whole[:2], *again]):
+        trained = [group for step in run for group in groups_of(step)]
+        assert len(trained) == len({*trained}) == 4 * 8
+        for number, step in enumerate(run, 1):
+            assert Counter(t.prompt.source for t in step) == {"digits": 6 * 4, "letters": 2 * 4}
+            assert all(t.ok and t.num_actions for t in step)
+            sampled_by = {int(version) for t in step for version, _ in t.weight_versions}
+            assert max(sampled_by) < number
+            assert how.endswith("12") or min(sampled_by) >= number - 2
+    ahead = {int(version) for t in whole[3] for version, _ in t.weight_versions}
+    assert min(ahead) < 3  # the step before was trained meanwhile
+
+
+def groups_of(step: list[Trajectory]) -> list[tuple[str, int, int]]:
+    """Returns source, epoch and row of the groups of a step."""
+    return sorted({(t.prompt.source, *t.group) for t in step})

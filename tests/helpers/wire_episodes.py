@@ -81,16 +81,22 @@ def play_by_hand(
 
 
 def play_sampled(
-    name: str, model: Path, agent: Agent, *, parser: str | None = None, samples: int = 1
+    name: str,
+    model: Path,
+    agent: Agent,
+    *,
+    parser: str | None = None,
+    samples: int = 1,
+    max_len: int = 512,
 ) -> list[Trajectory]:
     """Plays an agent with the answers that the engine `name` samples, and checks the tokens."""
 
     async def run() -> tuple[list[Trajectory], Heard]:
-        options = replace(options_of(name, model), max_len=512)
+        options = replace(options_of(name, model), max_len=max_len)
         engine = engine_class(options)(options)
         await engine.start()
         try:
-            return await _played(engine, agent, parser, samples, 512)
+            return await _played(engine, agent, parser, samples, max_len)
         finally:
             engine.shutdown()
 

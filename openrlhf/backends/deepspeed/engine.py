@@ -30,6 +30,7 @@ from openrlhf.backends.model_rank import (
     TrainedRank,
     decay_groups,
     shard_rows,
+    without_states,
 )
 from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.checkpoint.zero import (
@@ -73,6 +74,7 @@ class DeepSpeedEngine(TrainedRank):
         dropout: bool = False,
         ema_beta: float | None = None,
         skip_nonfinite: bool = False,
+        learns: bool = True,
         mesh: ProcessMesh | None = None,
     ) -> None:
         """Builds the model and wraps it for training; `build_engine` documents the arguments. `mesh`: the
@@ -80,7 +82,7 @@ class DeepSpeedEngine(TrainedRank):
         join_deepspeed()
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
-        self.ds, self.stage = ds, ds.zero_stage
+        self.ds, self.stage, self.learns = ds, ds.zero_stage, learns
         # At stage 0 in float32 DeepSpeed does not expose the gradient norm, so this class clips gradients
         # itself.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
@@ -99,7 +101,8 @@ class DeepSpeedEngine(TrainedRank):
         self._prepare_layers(
             module, checkpointing=gradient_checkpointing, reentrant=reentrant, dropout=dropout
         )
-        optimizer = _optimizer(module, optim)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        optimizer = _optimizer(module, optim) if learns else without_states(trained)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -190,7 +193,8 @@ class DeepSpeedEngine(TrainedRank):
         if self.average is not None:
             self.average.load(folder)
         own = [dict(group) for group in self._scheduler.optimizer.param_groups]
-        shared = load_states(self.engine, Checkpoint(folder, self.engine.checkpoint_mp_rank))
+        checkpoint = Checkpoint(folder, self.engine.checkpoint_mp_rank)
+        shared = load_states(self.engine, checkpoint, of_optimizer=self.learns)
         self._keep_settings(own)
         return shared["openrlhf"]
 

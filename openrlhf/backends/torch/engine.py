@@ -26,6 +26,7 @@ from openrlhf.backends.model_rank import (
     TrainedRank,
     decay_groups,
     held,
+    without_states,
 )
 from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.dcp import METADATA, TorchReader, load_tensors, save_tensors
@@ -65,13 +66,14 @@ class TorchEngine(TrainedRank):
         dropout: bool = False,
         ema_beta: float | None = None,
         skip_nonfinite: bool = False,
+        learns: bool = True,
         mesh: ProcessMesh | None = None,
     ) -> None:
         """Builds the model and places it on the ranks; `build_engine` documents the arguments."""
         assert not reentrant and ema_beta is None  # config/checks.py rejects them
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
-        self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.param_dtype]
+        self.ds, self.optim, self.dtype, self.learns = ds, optim, DTYPES[ds.param_dtype], learns
         self.is_sharded = self.mesh.size > 1 or ds.param_dtype != "fp32"
         self._module = build_model()
         self._prepare_layers(
@@ -82,7 +84,7 @@ class TorchEngine(TrainedRank):
                 p.data = p.data.float()
         place(self._module, self.mesh, ds, shard=self.is_sharded)
         self.trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
-        self.optimizer = _adamw(self._module, optim)
+        self.optimizer = _adamw(self._module, optim) if learns else without_states(self.trained.values())
         self.schedule = lr_schedule(optim, total_steps)
         self._is_offloaded, self._steps = False, 0
 
@@ -160,6 +162,8 @@ class TorchEngine(TrainedRank):
             )
         tensors = self._tensors()
         known = TorchReader(folder).read_metadata().state_dict_metadata.keys()
+        if not self.learns:
+            known = {name for name in known if name.startswith(f"{WEIGHTS}.")}
         check_same_model(known - tensors.keys(), tensors.keys() - known)
         load_tensors(folder, tensors)
         progress = pickles.load(folder / PROGRESS)

@@ -3,7 +3,6 @@ an engine starts. The tables are those of the vLLM release that this package req
 is refused by vLLM itself, see `refusals` in engine.py."""
 
 import ast
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import transformers
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from openrlhf.backends.vllm.requests import library
+from openrlhf.config.pass_through import unknown_option
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.models.loading import has_experts, load_config
 from openrlhf.plugins import entry_points
@@ -115,9 +115,7 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 def _argument(name: str, value: Any, known: Mapping[str, Any]) -> Any:
     flag = f"--vllm.engine_args.{name}"
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "remove it"
-        raise UsageError(ErrorCode.UNKNOWN_FLAG, f"vLLM's EngineArgs have no such field; {remedy}", flag=flag)
+        raise unknown_option("--vllm.engine_args", name, known, "vLLM's EngineArgs have no such field")
     kind = known[name]
     if isinstance(kind, str):  # refers to a class that is not imported
         return value

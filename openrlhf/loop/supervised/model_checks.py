@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.backends.deepspeed.support import check_options
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.loop.supervised.task import Task
 from openrlhf.models.experts import check_experts, check_routers
@@ -19,6 +20,8 @@ def check_models(task: Task) -> None:
     for flag, path in task.models().items():
         check_model(path, flag)
         check_kwargs(config, path, flag)
+    if config.train.backend == "deepspeed":
+        check_options(config.ds)
     check_saving(own, MODEL_FLAG, reader_of(config))
     if config.model.aux_loss_coef > 0:
         check_experts(own, MODEL_FLAG)

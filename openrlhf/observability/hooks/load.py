@@ -15,9 +15,9 @@ from openrlhf.registry import Registry
 
 FLAG = "--train.hooks"
 HOOKS = Registry("openrlhf.observability.hooks", Hook)
-CHECKED, RECORDED = ("rl", "supervised", "rank"), ("observer", "model")
-"""Places of a run to which packages attach hooks and functions: those of the checks, and those of what
-records and judges a run."""
+CHECKED, RECORDED = ("rl", "supervised", "rank"), ("observer", "model", "wire")
+"""Places of a run to which packages attach hooks and functions: those of the checks; and those of what
+records and judges a run, and of the APIs of the agents' server."""
 
 
 def build_hooks(names: Sequence[str] | None) -> list[Hook]:

@@ -9,7 +9,7 @@ import pytest
 from chat_models import ALL, MODELS, tokenizer_of
 from refusals import refused
 
-from openrlhf.agents.chat_stream import CALL, ChatStream, TemplateProblem, probe
+from openrlhf.agents.chat_stream import CALL, ChatStream, TemplateProblem, in_turns, probe
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file, load_agent
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -37,7 +37,7 @@ WANTS_CALLS = (
 )
 
 
-def said(role: str, content: str, **more: object) -> dict:
+def said(role: str, content: object, **more: object) -> dict:
     return {"role": role, "content": content, **more}
 
 
@@ -147,3 +147,34 @@ def test_messages_as_templates_read_them() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     stream = ChatStream(tiny_tokenizer())
     assert stream.render([{"role": "user", "content": parts}]) == stream.render([said("user", "one two")])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-v0.3"])
+def test_a_template_with_strict_turns_reads_what_harnesses_write(name: str) -> None:
+    """Claude Code writes system messages behind the user's, Codex several messages of one role in a row."""
+    stream, end = ChatStream(tokenizer_of(name)), ENDS[name]
+    asked = [said("system", "Be"), said("system", "brief."), said("user", "Hi."), said("system", "It rains.")]
+    joined = [said("system", "Be\n\nbrief."), said("user", "Hi.\n\nIt rains.")]
+    assert stream.render(asked) == stream.render(joined)
+    after = [said("assistant", "No."), said("user", "Hello."), said("system", "It pours.")]
+    behind = stream.behind([*asked, *after], len(asked), None, end)
+    assert behind == stream.behind([*joined, *after[:1], said("user", "Hello.\n\nIt pours.")], 2, None, end)
+    assert "It pours." in behind and "It rains." not in behind
+    with pytest.raises(TemplateProblem, match="take turns"):
+        stream.render([*joined, said("assistant", "No."), said("assistant", "Yes.")])
+
+
+def test_turns_keep_parts_and_what_is_no_system_message() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    call = said("assistant", "", tool_calls=[CALL])
+    messages = [
+        said("user", [image]),
+        said("system", "Look."),
+        call,
+        said("tool", "1"),
+        said("system", "On."),
+    ]
+    text = lambda written: {"type": "text", "text": written}
+    parts = [image, text("\n\n"), text("Look.")]
+    assert in_turns(messages) == [said("user", parts), call, said("tool", "1"), said("user", "On.")]
+    assert in_turns([said("tool", "1"), said("tool", "2")]) == [said("tool", "1"), said("tool", "2")]

@@ -1,9 +1,11 @@
 """The APIs of the agents' server with the real clients `anthropic` and `openai`, over HTTP, and the policy's
 answers by hand. tests/unit/agents/test_sampled_wires.py has sampled ones."""
 
+import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
@@ -13,8 +15,8 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from wire_episodes import anthropic_client, check_tokens, play_by_hand
 
 from openrlhf.agents.openai import Session
-from openrlhf.agents.wires.messages import BILLING, MESSAGES
-from openrlhf.agents.wires.responses import RESPONSES
+from openrlhf.tools.wires.messages import BILLING, MESSAGES
+from openrlhf.tools.wires.responses import RESPONSES
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_ANTHROPIC: Any = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
@@ -81,7 +83,8 @@ def test_streamed_messages() -> None:
             async with client.messages.stream(**given) as stream:
                 kinds.extend([event.type async for event in stream])
                 found = await stream.get_final_message()
-            drop = {"id", "content"}
+            drop = {"id", "content", "prompt_token_ids", "token_ids"}
+            assert not {"prompt_token_ids", "token_ids"} & found.model_dump().keys()
             assert found.model_dump(exclude=drop) == whole.model_dump(exclude=drop)
             assert [block.type for block in found.content] == ["text", "tool_use"]
             assert found.content[1].input == {"a": 1} and found.content[0].text == "so "
@@ -262,7 +265,121 @@ def test_settings_that_change_nothing_are_passed_over() -> None:
     play_by_hand(agent, f"3{END}")
 
 
+# Claude Code
+
+SEARCH: Any = {"name": "ToolSearch", "input_schema": SCHEMA}
+ADD: Any = OF_ANTHROPIC[0] | {"defer_loading": True}
+
+
+def test_a_tool_that_was_searched_for_stands_in_the_result() -> None:
+    """Tools that are deferred are no part of the prompt, which keeps its beginning when one is found."""
+
+    async def agent(session: Session) -> None:
+        async with anthropic_client(session) as client:
+            messages: list[Any] = [ask("1+1")]
+            used = result = None
+            hidden = {"name": "placeholder", "input_schema": {"type": "object"}, "defer_loading": True}
+            for number in range(3):
+                tools: Any = [SEARCH, hidden, *([ADD] if number else [])]
+                found = await client.messages.create(model="m", max_tokens=9, messages=messages, tools=tools)
+                if number == 2:
+                    break
+                (used,) = found.content
+                said: Any = "2" if number else [{"type": "tool_reference", "tool_name": "add"}]
+                result = {"type": "tool_result", "tool_use_id": used.id, "content": said}
+                messages += [{"role": "assistant", "content": [used.model_dump()]}, ask([result])]
+            assert used and result and used.name == "add" and found.content[0].text == "2"
+            result["content"] = [{"type": "tool_reference", "tool_name": "sub"}]
+            with pytest.raises(anthropic.BadRequestError, match="tool_reference sub"):
+                await client.messages.create(model="m", max_tokens=9, messages=messages, tools=tools)
+
+    answers = [call("ToolSearch", a=1) + END, call("add", a=1) + END, f"2{END}"]
+    (t,), heard = play_by_hand(agent, *answers, parser="hermes")
+    check_tokens([t], heard)
+    prompt, definition, result = text_of(t).split("<|tool|>")
+    assert prompt.startswith(f"<|system|>ToolSearch {END}<|user|>1+1")
+    known = json.loads(definition.partition(END)[0])
+    assert known["function"] == {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+    assert result.startswith(f"2{END}")
+
+
+def test_deferred_tools_need_a_parser_of_their_calls() -> None:
+    async def agent(session: Session) -> None:
+        async with anthropic_client(session) as client:
+            with pytest.raises(anthropic.BadRequestError, match="tool_parser"):
+                await client.messages.create(model="m", max_tokens=9, messages=[ask("?")], tools=[ADD])
+            await client.messages.create(model="m", max_tokens=9, messages=[ask("?")])
+
+    play_by_hand(agent, f"3{END}")
+
+
+def test_a_client_that_leaves_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """Its answer was sampled, and is trained on."""
+
+    async def agent(session: Session) -> None:
+        left = asyncio.Event()
+        engine = session.engine
+
+        class Waiting:
+            async def generate(self, *arguments: Any) -> Any:
+                await left.wait()
+                return await engine.generate(*arguments)
+
+        session.engine = Waiting()
+        host, port = session.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"messages": [ask("?")], "stream": True, "max_tokens": 9}).encode()
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nX-Api-Key: {session.api_key}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        while not session.num_turns:  # bounded: the server reads the request
+            await asyncio.sleep(0.01)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0.05)  # until the server has read the end of the connection
+        left.set()
+        while not session.branches:  # bounded: the engine answers
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+
+    (t,), heard = play_by_hand(agent, f"3{END}")
+    check_tokens([t], heard)
+    assert not caplog.records
+
+
 # OpenAI's responses
+
+
+def test_tools_in_a_namespace_come_back_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    """As Codex declares those of sub-agents and of MCP servers, beside one that the API itself would run."""
+    inner = [tool | {"strict": False} for tool in OF_OPENAI]
+    space = {"type": "namespace", "name": "math", "description": "Numbers.", "tools": inner}
+    tools: Any = [space, {"type": "web_search", "external_web_access": True}]
+
+    async def agent(session: Session) -> None:
+        items: list[Any] = [{"type": "message", "role": "developer", "content": "Add."}, ask("1+1")]
+        given: Any = {"model": "m", "tools": tools}
+        async with session.client.responses.stream(input=items, **given) as stream:
+            used = (await stream.get_final_response()).output[0]
+        assert (used.type, used.namespace, used.name) == ("function_call", "math", "add")
+        items += [used.to_dict(), {"type": "function_call_output", "call_id": used.call_id, "output": "2"}]
+        last = await session.client.responses.create(input=items, **given)
+        assert last.output_text == "2"
+
+    (t,), heard = play_by_hand(agent, call("math__add", a=1) + END, f"2{END}", parser="hermes")
+    check_tokens([t], heard)
+    assert text_of(t).startswith(f"<|system|>math__add {END}<|system|>Add.{END}\n<|user|>1+1{END}\n")
+    assert "not offered the tool web_search" in caplog.text
+
+
+def test_a_socket_is_refused_so_that_codex_sends_requests() -> None:
+    async def agent(session: Session) -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {session.api_key}"}) as client:
+            with pytest.raises(aiohttp.WSServerHandshakeError, match="426"):
+                await client.ws_connect(f"{session.base_url}/responses")
+        await session.client.responses.create(model="m", input="?")
+
+    play_by_hand(agent, f"3{END}")
 
 
 def test_responses_are_one_stream_with_their_tools() -> None:
@@ -305,6 +422,7 @@ def test_streamed_responses() -> None:
         assert found.output_text == whole.output_text == "so "
         assert found.output[1].arguments == whole.output[1].arguments == '{"a": 1}'
         assert found.usage == whole.usage and found.status == "completed"
+        assert whole.model_extra["token_ids"] and "token_ids" not in (found.model_extra or {})
 
     play_by_hand(agent, "so " + call("add", a=1) + END, parser="hermes")
     assert [kind.removeprefix("response.") for kind in kinds] == [
@@ -321,7 +439,7 @@ def test_streamed_responses() -> None:
         ({"previous_response_id": "resp_1"}, "stores nothing"),
         ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "'reasoning'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "'input_file'"),
-        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [{"type": "local_shell"}]}, "local_shell"),
         ({"tools": OF_OPENAI, "tool_choice": "required"}, "tool_choice: required"),
         ({"text": {"format": {"type": "json_object"}}}, "json_object"),
         ({"truncation": "auto"}, "truncation"),

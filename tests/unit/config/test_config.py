@@ -1167,6 +1167,21 @@ def test_derived_values(say):
     assert config.actor.clip_range == (0.2, 0.27)
 
 
+@pytest.mark.parametrize("place", ["", "--train.colocate_all"])
+def test_an_evaluation_alone_has_the_policy_and_what_gives_rewards(say, place):
+    """The critic, which hosts the reward models of a run that learns, the reference and the teacher are left
+    out, with their GPUs."""
+    words = f"--algo.advantage.estimator gae --algo.kl.init_coef 0.1 --reward.model_name_or_path rm {place} "
+    words += "--reward.model_weights 1 --train.colocate_critic_reward"
+    learning, _ = say(PPO, words)
+    alone, _ = say(PPO, f"{words} --eval.eval_only --eval.dataset org/x")
+    assert learning.placements.keys() == {"actor", "critic", "ref", "reward"}
+    assert alone.placements.keys() == {"actor", "reward"}
+    host = "actor" if place else None
+    assert alone.placements["reward"].colocated_with == host
+    assert learning.placements["reward"].colocated_with == (host or "critic")
+
+
 ROLLOUT = "--algo.advantage.proximal_policy rollout"
 ONE_UPDATE = "--train.batch_size 1024"  # 128 prompts of 8 samples
 

@@ -78,4 +78,4 @@ def test_swanlab(
 
 def test_each_has_a_class_in_its_file() -> None:
     for name in ("trackio", "mlflow", "swanlab"):
-        assert TRACKERS.ours[name].__module__.endswith(f".{name}")
+        assert TRACKERS[name].__module__ == f"openrlhf.tools.trackers.{name}" and TRACKERS[name].name == name

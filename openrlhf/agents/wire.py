@@ -24,8 +24,11 @@ def openai_error(status: int, message: str, code: str) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One API, as a translation to and from chat completions."""
+    """One API, as a translation to and from chat completions. Packages attach theirs to the agents' server by
+    entry points of the group `openrlhf.attached.wire`."""
 
+    path: str
+    """Where requests are posted, such as /v1/messages."""
     read: Callable[[Object], dict]
     """Translates a request. Raises BadRequest for what the policy cannot honour."""
     write: Callable[[Object, dict], dict]
@@ -35,6 +38,8 @@ class Wire:
     error: Callable[[int, str, str], dict] = openai_error
     """Translates (HTTP status, message, code)."""
     last_event: str = ""
+    counts: str | None = None
+    """Where the tokens of a request are counted, if they are."""
 
 
 def as_event(data: Object) -> bytes:

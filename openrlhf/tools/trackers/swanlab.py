@@ -3,9 +3,7 @@
 import logging
 import uuid
 
-from openrlhf.errors import first_line
-from openrlhf.observability.trackers.base import TrackedRun, Tracker
-from openrlhf.types import Metrics
+from openrlhf.api import Metrics, TrackedRun, Tracker, first_line
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """Anthropic's API /v1/messages."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from openrlhf.agents.wires.base import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
+from openrlhf.api import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
 
 BILLING = "x-anthropic-billing-header"
 """Start of a text that Claude Code puts into its system prompt. It changes with every request, so that none
@@ -24,9 +24,14 @@ def read(request: Object) -> dict:
     if request.get("thread"):
         raise BadRequest("thread: the server stores nothing; send the whole conversation", NO_THREADS)
     choice, system = request.get("tool_choice") or {"type": "auto"}, _read("system", request.get("system"))
+    tools = [
+        (read_tool(tool, "input_schema"), tool.get("defer_loading")) for tool in request.get("tools") or ()
+    ]
+    deferred = {tool["function"]["name"]: tool for tool, is_deferred in tools if is_deferred}
     return {
-        "messages": [*system, *(m for each in request["messages"] for m in _read_message(each))],
-        "tools": [read_tool(tool, "input_schema") for tool in request.get("tools") or ()],
+        "messages": [*system, *(m for each in request["messages"] for m in _read_message(each, deferred))],
+        "tools": [tool for tool, is_deferred in tools if not is_deferred],
+        "deferred_tools": list(deferred.values()),
         "tool_choice": TOOL_CHOICES.get(choice["type"]) or f"{choice['type']} {choice.get('name')}",
         "stop": request.get("stop_sequences"),
     } | {name: request.get(name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
@@ -40,14 +45,16 @@ def _read(role: str, content: Any) -> Iterator[dict]:
         yield {"role": role, "content": read}
 
 
-def _read_message(message: Object) -> Iterator[dict]:
-    """Yields the results of tools as messages, and the rest of the message after them."""
+def _read_message(message: Object, deferred: Mapping[str, dict]) -> Iterator[dict]:
+    """Yields the results of tools as messages, and the rest of the message after them. A reference to a
+    deferred tool, by which a search for tools answers, is read as the tool's definition: the prompt keeps its
+    beginning."""
     role, content = message["role"], message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     of_type = lambda name: [block for block in blocks if block["type"] == name]
     results, calls = of_type("tool_result"), of_type("tool_use")
     for result in results:
-        said = read_content(result.get("content"))
+        said = read_content(_with_tools(result.get("content"), deferred))
         yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": said}
     rest = [block for block in blocks if block["type"] not in ("tool_result", "tool_use")]
     if calls:
@@ -55,6 +62,16 @@ def _read_message(message: Object) -> Iterator[dict]:
         yield {"role": role, "content": read_content(rest), "tool_calls": asked}
     elif rest or not results:
         yield from _read(role, rest)
+
+
+def _with_tools(content: Any, deferred: Mapping[str, dict]) -> Any:
+    if not isinstance(content, list):
+        return content
+    names = [block.get("tool_name") if block["type"] == "tool_reference" else None for block in content]
+    if unknown := [name for name in names if name and name not in deferred]:
+        raise BadRequest(f"tool_reference {unknown[0]}: tools has no such tool with defer_loading")
+    written = [json.dumps(deferred[name], ensure_ascii=False) + "\n" if name else "" for name in names]
+    return [{"type": "text", "text": t} if t else b for t, b in zip(written, content, strict=True)]
 
 
 def _read_input(given: Any) -> str:
@@ -116,4 +133,4 @@ def error(status: int, message: str, code: str) -> dict:
     return {"type": "error", "error": {"type": kind, "message": message} | details}
 
 
-MESSAGES = Wire(read, write, events, error)
+MESSAGES = Wire("/v1/messages", read, write, events, error, counts="/v1/messages/count_tokens")

@@ -1,10 +1,15 @@
 """OpenAI's API /v1/responses, without responses that the server stores."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 
-from openrlhf.agents.wires.base import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
+from openrlhf.api import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse, warn_once
+
+logger = logging.getLogger(__name__)
 
 STORED = ("previous_response_id", "conversation", "prompt", "background")
+HOSTED = ("web_search", "image_generation")
+"""Types of tools that the API itself would run, and that Codex declares whether or not there is one."""
 ENCRYPTED = "reasoning.encrypted_content"
 """The one member of `include` that changes nothing in a response without reasoning items."""
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p")
@@ -26,10 +31,34 @@ def read(request: Object) -> dict:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return {
         "messages": _read_items(request.get("instructions"), items),
-        "tools": [read_tool(tool, "parameters") for tool in request.get("tools") or ()],
+        "tools": [
+            read_tool({**tool, "name": name}, "parameters") for name, (tool, _) in _tools(request).items()
+        ],
         "tool_choice": request.get("tool_choice"),
         "max_tokens": request.get("max_output_tokens"),
     } | {name: request.get(name) for name in ("temperature", "top_p")}
+
+
+def _tools(request: Object) -> dict[str, tuple[Object, dict]]:
+    """Maps the names of tools that the policy reads to (tool, fields of its calls)."""
+    found = {}
+    for tool in request.get("tools") or ():
+        if tool.get("type") in HOSTED:
+            warn_once(
+                logger, f"the policy is not offered the tool {tool['type']}, which the API itself would run"
+            )
+            continue
+        members = tool["tools"] if tool.get("type") == "namespace" else [tool]
+        for member in members:
+            name = {"name": member.get("name")}
+            fields = name if member is tool else name | {"namespace": tool["name"]}
+            found[_flat(fields)] = member, fields
+    return found
+
+
+def _flat(call: Mapping) -> str:
+    """Returns the name under which the policy reads a tool, that of its namespace in front."""
+    return "__".join(filter(None, (call.get("namespace"), call.get("name"))))
 
 
 def _read_items(instructions: str | None, items: Sequence[Object]) -> list[dict]:
@@ -43,7 +72,7 @@ def _read_items(instructions: str | None, items: Sequence[Object]) -> list[dict]
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = read_call(item["call_id"], item["name"], item["arguments"])
+            call = read_call(item["call_id"], _flat(item), item["arguments"])
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             said = read_content(item["output"])
@@ -65,7 +94,7 @@ def write(request: Object, answer: dict) -> dict:
         "error": failure if status == "failed" else None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": answer["model"],
-        "output": list(_write_items(answer["id"], choice["message"], status)),
+        "output": list(_write_items(answer["id"], choice["message"], status, _tools(request))),
         "parallel_tool_calls": True,
         "tool_choice": request.get("tool_choice") or "auto",
         "tools": request.get("tools") or [],
@@ -75,15 +104,19 @@ def write(request: Object, answer: dict) -> dict:
     } | {name: request.get(name) for name in ECHOED}
 
 
-def _write_items(name: str, message: dict, status: str) -> Iterator[dict]:
+def _write_items(
+    name: str, message: dict, status: str, tools: Mapping[str, tuple[Object, dict]]
+) -> Iterator[dict]:
     calls = message.get("tool_calls") or ()
     done = {"status": "completed" if status == "completed" else "incomplete"}
     if message["content"] or not calls:
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}
         yield {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]} | done
     for call in calls:
-        asked = {key: call["function"][key] for key in ("name", "arguments")}
-        yield {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]} | asked | done
+        function = call["function"]
+        _, fields = tools.get(function["name"], (None, {"name": function["name"]}))
+        asked = {"call_id": call["id"], **fields, "arguments": function["arguments"]}
+        yield {"type": "function_call", "id": f"fc_{call['id']}"} | asked | done
 
 
 def events(request: Object, response: dict) -> Iterator[dict]:
@@ -119,4 +152,4 @@ def _of_call(item: dict) -> Iterator[dict]:
     yield {"type": "function_call_arguments.done"} | done
 
 
-RESPONSES = Wire(read, write, events)
+RESPONSES = Wire("/v1/responses", read, write, events, counts="/v1/responses/input_tokens")

@@ -5,8 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from openrlhf.observability.trackers.base import TrackedRun, Tracker
-from openrlhf.types import Metrics
+from openrlhf.api import Metrics, TrackedRun, Tracker
 
 
 class MLflowTracker(Tracker):
