@@ -347,6 +347,10 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
         raise BadRequest(f"tool_choice: {choice}: the policy decides whether it calls a tool; leave it out")
     if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
         raise BadRequest("messages: the last one is an answer, which is not continued; end with a question")
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if others := {str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"}:
+        raise BadRequest(f"messages: content of type {min(others)}: only text reaches the policy; leave it out")
     return messages
 
 

@@ -220,6 +220,16 @@ def test_tools() -> None:
     ("options", "error", "text"),
     [
         ({"messages": []}, openai.BadRequestError, "at least one message"),
+        # whatever the template makes of it, the engine would not see the picture
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+                ]
+            },
+            openai.BadRequestError,
+            "content of type image_url",
+        ),
         (
             {"messages": [user("?"), {"role": "assistant", "content": "4"}]},
             openai.BadRequestError,
