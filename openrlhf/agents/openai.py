@@ -350,7 +350,9 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     if others := {str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"}:
-        raise BadRequest(f"messages: content of type {min(others)}: only text reaches the policy; leave it out")
+        raise BadRequest(
+            f"messages: content of type {min(others)}: only text reaches the policy; leave it out"
+        )
     return messages
 
 

@@ -202,6 +202,6 @@ def test_the_loss_scale_of_stage_0_goes_on() -> None:
     saved = _states_of_stage_0(["w"], {"optimizer": whole, "module": {"w": torch.ones(2)}})
     engine = SimpleNamespace(optimizer=optimizer, param_names={param: "w"})
     with torch.no_grad():
-        _load_optimizer(optimizer, list(_list_groups(engine)), saved)
+        _load_optimizer(optimizer, list(_list_groups(engine)), saved, with_states=True)
     assert vars(optimizer.loss_scale_config) == {**scale, "scale_window": 9}
     assert master.tolist() == param.tolist() == [1, 1]
