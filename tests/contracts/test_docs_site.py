@@ -62,8 +62,9 @@ def test_the_parts_are_those_of_diataxis() -> None:
 
 
 def test_links_of_every_page_of_the_site_lead_somewhere() -> None:
-    """Also those of files outside of docs/ that its pages link to."""
-    pages = PAGES | SITE["outside_pages"](PAGES)
+    """Also those of files outside of docs/ that its pages link to, and of the pages beside the README."""
+    beside = {page.name: page.read_text() for page in ROOT.glob("*.md")}
+    pages = beside | PAGES | SITE["outside_pages"](PAGES)
     checked = 0
     for path, text in pages.items():
         if not path.endswith(".md") and not (ROOT / path).is_dir():
