@@ -87,8 +87,12 @@ openrlhf itself. `python tools/errors_page.py messages > docs/messages.md` write
 
 
 def paragraph(text: str) -> str:
-    """Returns a text in lines, with links to the pages that it names."""
-    linked = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    """Returns a text in lines, with flags and variables as code and with links to the pages that it names."""
+    pieces = re.split(r"(`[^`]*`)", text)
+    pieces[::2] = [
+        re.sub(r"(?<![\w-])(--[a-z][\w.-]*\w|[A-Z]+_[A-Z_]+(=\w+)?)", r"`\1`", p) for p in pieces[::2]
+    ]
+    linked = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", "".join(pieces))
     return textwrap.fill(linked, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
