@@ -59,7 +59,7 @@ lint: env  ## Style, prose, spelling, types and import layers
 	.venv/bin/ruff format --check .
 	.venv/bin/python tools/check_prose.py openrlhf tools benchmarks examples recipes tests
 	.venv/bin/python tools/check_waits.py openrlhf
-	.venv/bin/codespell openrlhf tools benchmarks examples recipes tests docs dockerfile README.md CONTRIBUTING.md Makefile
+	.venv/bin/codespell openrlhf tools benchmarks examples recipes tests docs dockerfile *.md Makefile
 	.venv/bin/pyrefly check
 	.venv/bin/lint-imports
 

@@ -1,4 +1,4 @@
-"""What a release and a report need: citation, templates, workflows, one home for the version."""
+"""Citation, templates and workflows of a release, and one home for the version."""
 
 import re
 import tomllib
