@@ -278,7 +278,7 @@ MESSAGES = (  # the more specific ones first
     Message(
         name="ray-version",
         source="Ray",
-        pattern=r"Version mismatch: The cluster was started with|The cluster was started with:",
+        pattern=r"Version mismatch: The cluster was started with",
         sample="RuntimeError: Version mismatch: The cluster was started with:\n    Ray: 2.48.0\n    Python: "
         "3.10.14\nThis process on node 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.9",
         meaning="Nodes of a cluster have different versions of Ray or Python.",
@@ -505,7 +505,7 @@ MESSAGES = (  # the more specific ones first
     Message(
         name="no-flash-attention",
         source="transformers",
-        pattern=r"flash_attn seems to be not installed|FlashAttention2 has been toggled on, but|"
+        pattern=r"flash_attn seems to be not installed|FlashAttention\w* has been toggled on, but|"
         r"flash_attn\S* undefined symbol|undefined symbol: \S*flash",
         sample="ImportError: FlashAttention2 has been toggled on, but it cannot be used due to the "
         "following error: the package flash_attn seems to be not installed.",
