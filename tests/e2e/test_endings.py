@@ -170,7 +170,7 @@ def test_a_run_whose_ray_loses_its_head(
     end = lambda run: [kill(title)(run) for title in killed]
     code, _, err = interrupt(command, tmp_path, end, steps=1)
     assert code == 1
-    first, log, where, _ = err[err.index("error: ") :].splitlines()
+    first, log, where = err[err.index("error: ") :].splitlines()
     assert first.startswith("error: Ray's process gcs_server at 127.0.0.1:") and first.endswith(" [cluster]")
     assert Path(log.removeprefix("Its log is ").partition(". ")[0]).exists()
     assert where.startswith("in step ")

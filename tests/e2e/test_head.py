@@ -71,7 +71,7 @@ def test_the_death_of_the_head_ends_all_processes(driver: subprocess.Popen, tmp_
     assert driver.wait(timeout=45) == 1
     assert psutil.wait_procs(processes, timeout=20)[1] == []
     err = (tmp_path / "err").read_text()
-    first, log, where, _ = err[err.index("error: ") :].splitlines()
+    first, log, where = err[err.index("error: ") :].splitlines()
     assert first.startswith("error: Ray's process gcs_server at 127.0.0.1:") and first.endswith(" [cluster]")
     assert Path(log.removeprefix("Its log is ").partition(". ")[0]).exists()
     assert where == "in step 3 of 9; nothing was saved"
