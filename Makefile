@@ -15,7 +15,7 @@ MUTANTS ?=
 CHAOS ?=
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
-.PHONY: demo test test-all test-kernels mutants chaos gpu fast quick size lint env
+.PHONY: demo test test-all test-kernels mutants chaos gpu fast quick size lint docs docs-serve env
 
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
@@ -59,9 +59,21 @@ lint: env  ## Style, prose, spelling, types and import layers
 	.venv/bin/ruff format --check .
 	.venv/bin/python tools/check_prose.py openrlhf tools benchmarks examples recipes tests
 	.venv/bin/python tools/check_waits.py openrlhf
-	.venv/bin/codespell openrlhf tools benchmarks examples recipes tests docs dockerfile README.md CONTRIBUTING.md Makefile
+	.venv/bin/codespell openrlhf tools benchmarks examples recipes tests docs dockerfile *.md Makefile
 	.venv/bin/pyrefly check
 	.venv/bin/lint-imports
+
+docs: .venv-docs/installed  ## The documentation as a site, in build/site; a broken link is an error
+	.venv-docs/bin/python tools/docs_site.py
+
+docs-serve: .venv-docs/installed  ## The site at 127.0.0.1:8000, rebuilt after every edit
+	.venv-docs/bin/python tools/docs_site.py serve
+
+# Of its own, without torch: MkDocs reads sources and imports nothing of the package.
+.venv-docs/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(PYTHON) tools/docs_site.py requirements | .venv-docs/bin/pip install --quiet -r /dev/stdin
+	touch $@
 
 env:
 	@$(PYTHON) tools/environment.py

@@ -3,15 +3,13 @@ first."""
 
 import logging
 import os
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from openrlhf import cuda_builds
 
 if TYPE_CHECKING:
     from openrlhf.api import *  # noqa: F403
-
-__version__ = "0.1.0"
 
 
 def set_variables() -> None:
@@ -33,10 +31,20 @@ cuda_builds.mend()
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name of `openrlhf.api` when it is first used: large libraries are imported with it."""
+    """Returns a public name of `openrlhf.api` when it is first used: large libraries are imported with it. Or
+    the version, which follows from a tag when the package is built."""
+    if name == "__version__":
+        return _version()
     api = import_module("openrlhf.api")
     if name not in api.PUBLIC:
         raise AttributeError(
             f"openrlhf has no public name {name!r}; there are {', '.join(sorted(api.PUBLIC))}"
         )
     return getattr(api, name)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("openrlhf")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"  # sources that are not installed

@@ -281,7 +281,9 @@ def _exit_with(error: Exception) -> None:
         raise error
     if _rank() > 0:
         time.sleep(PATIENCE)
-    print(readable("\n".join([f"error: {describe(cause)}", *_notes(error)])), file=sys.stderr, flush=True)
+    more = [f"`openrlhf explain {cause.code}` tells more."] if isinstance(cause, CodedError) else []
+    lines = [f"error: {describe(cause)}", *_notes(error), *more]
+    print(readable("\n".join(lines)), file=sys.stderr, flush=True)
     sys.exit(EXIT_USAGE if isinstance(cause, ValueError) else EXIT_FAILURE)
 
 

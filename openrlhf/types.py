@@ -39,7 +39,7 @@ Purpose = Literal["train", "eval"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 Schedule = list[list[list[int]]]
-"""[optimizer step][rank] -> indices of the sequences of a batch that the rank trains on."""
+"""`[optimizer step][rank]` -> indices of the sequences of a batch that the rank trains on."""
 
 
 class Outcome(StrEnum):

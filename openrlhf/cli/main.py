@@ -73,7 +73,8 @@ def _tell(name: str) -> None:
         print(f"openrlhf {metadata.version('openrlhf')}")
     else:
         modules = {module.rpartition(".")[2]: command for command, (module, _) in COMMANDS.items()}
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        alike = [command for command in COMMANDS if name in command or abs(len(command) - len(name)) < 2]
+        near = difflib.get_close_matches(name, alike, n=1, cutoff=0.5)
         near = near or difflib.get_close_matches(name, modules, n=1, cutoff=0.8)
         remedy = f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else ""
         remedy = remedy or f"the commands are {', '.join(COMMANDS)}, see `openrlhf --help`"

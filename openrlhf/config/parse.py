@@ -587,7 +587,8 @@ def _refuse(
         raise UsageError(code, readable("\n".join(describe(problem) for problem in problems)))
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [*(f"note: {note}" for note in notes), *(f"error: {describe(problem)}" for problem in problems)]
-    end = f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."
+    explain = f"`openrlhf {command.name} --help WORD` explains flags, `openrlhf explain CODE` errors."
+    end = f"{count}; nothing was started. {explain}"
     notify(readable("\n".join([*lines, end])))
     sys.exit(2)
 

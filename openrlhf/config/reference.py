@@ -1,5 +1,7 @@
 """The reference of all flags, docs/flags.md: `python -m openrlhf.config.reference`."""
 
+import re
+
 from openrlhf.config.command import Command
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.fields import flag_values
@@ -25,9 +27,7 @@ def markdown(command: Command) -> str:
             old = " ".join(f"`--{name}`" for name in names.get(field.key, ()))
             default = shown(field, values.get(field.key))
             cells = (f"`--{field.key}`", old, field.values, default, field.help)
-            lines.append(
-                "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
-            )
+            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     others = [(old, flag) for old, flag in command.old_flags.items() if not flag.to]
     if others:
         lines += ["", "### Old flags without a new name", ""]
@@ -36,6 +36,11 @@ def markdown(command: Command) -> str:
             for old, flag in others
         ]
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Returns `text` for a cell of a table, where it would be a border or an HTML tag."""
+    return re.sub(r"<(?=\w)", "&lt;", text.replace("|", "\\|").replace("\n", "\\n"))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_a_run_that_loses_a_process(
 ) -> None:
     code, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, kill(title))
     assert code == 1
-    *what, log, where = err[err.index("error: ") :].splitlines()
+    *what, log, where, _ = err[err.index("error: ") :].splitlines()
     assert f"{name} died: process " in what[-1] or f"{name} died: the process that " in what[-1]
     # a weight sync may have been under way
     assert len(what) == 1 or what[0].startswith("error: weight sync ")

@@ -29,7 +29,7 @@ def printed(stderr: str) -> list[Refusal]:
         if match := _LINE.match(line):
             place, _, text = match["text"].partition(": ")
             found.append(Refusal(ErrorCode(match["code"]), place, text))
-        elif found and not line.startswith(("error: ", "note: ")):
+        elif found and not line.startswith(("error: ", "note: ", "`openrlhf explain ")):
             found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line}")
     return found
 

@@ -1,4 +1,4 @@
-"""The flags of `openrlhf doctor`."""
+"""The flags of `openrlhf doctor` and `openrlhf explain`."""
 
 import sys
 from collections.abc import Sequence
@@ -24,6 +24,12 @@ def doctor_parser() -> ArgumentParser:
         help="model that the run started from, to recompute log-probs (default: --actor.model_name_or_path)",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print the text of a bug report: versions, machine, command and findings, without secrets and "
+        "local paths",
+    )
     return parser
 
 
@@ -32,6 +38,28 @@ def doctor(argv: Sequence[str] | None = None) -> None:
     the causes of problems, the surest first, each with evidence and a remedy."""
     with short_errors():
         options = doctor_parser().parse_args(argv)
+        if options.report:
+            sys.exit(run("openrlhf.tools.doctor.report:show_report", options.run))
         if options.run is None:
             sys.exit(run("openrlhf.tools.doctor.doctor:examine_installation", options.json))
         sys.exit(run("openrlhf.tools.doctor.doctor:examine_run", options.run, options.model, options.json))
+
+
+def explain_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="openrlhf explain", description=explain.__doc__)
+    parser.add_argument(
+        "error",
+        nargs="*",
+        metavar="ERROR",
+        help="a code, such as missing-column; the text of an error; the path of a log; - for stdin. Without "
+        "it, all codes and names are listed",
+    )
+    return parser
+
+
+def explain(argv: Sequence[str] | None = None) -> None:
+    """Explains an error: of openrlhf by its code, one of Ray, vLLM, DeepSpeed, NCCL, CUDA, transformers or
+    the system by its text."""
+    with short_errors():
+        options = explain_parser().parse_args(argv)
+        sys.exit(run("openrlhf.tools.doctor.explain:explain", options.error))

@@ -4,19 +4,11 @@ from collections.abc import Iterator
 
 from openrlhf.api import FITS
 from openrlhf.tools.doctor.finding import Finding
+from openrlhf.tools.doctor.messages import RELIEF
 from openrlhf.tools.doctor.record import RunRecord
 
 GROWTH = 1.3
 """Minimum ratio of a peak at the end of a run to that at its beginning that counts as growth."""
-
-RELIEF = {
-    "generate": "lower --vllm.gpu_memory_utilization",
-    "logprobs": "lower --rollout.micro_batch_size or --rollout.max_tokens_per_gpu",
-    "update": "lower --train.micro_batch_size or --train.max_tokens_per_gpu, or set "
-    "--actor.gradient_checkpointing_enable",
-    "sync": "lower --vllm.sync_bucket_mb",
-}
-"""Phase -> remedy with which it uses less memory."""
 
 
 def memory_findings(run: RunRecord) -> Iterator[Finding]:

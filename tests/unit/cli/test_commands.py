@@ -32,6 +32,8 @@ def test_the_version(capsys: pytest.CaptureFixture) -> None:
     [
         ("pppo", "did you mean `openrlhf ppo`?"),
         ("train_ppo_ray", "did you mean `openrlhf ppo`?"),
+        ("infer", "did you mean `openrlhf batch_inference`?"),
+        ("train", "the commands are "),  # and not `explain`, which has four letters of it
         ("xyz", "the commands are "),
     ],
 )

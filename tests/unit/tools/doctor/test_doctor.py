@@ -477,3 +477,30 @@ def test_a_process_whose_stack_cannot_be_read_in_time_has_a_name(monkeypatch: py
     monkeypatch.setattr(stacks.subprocess, "run", hang)
     stack = stacks._dump(psutil.Process(), is_driver=True)
     assert stack == Stack(f"the driver (process {os.getpid()})", ())
+
+
+def test_a_report_has_no_secrets_paths_or_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", DEFECTS["flat-reward"])
+    (run / "config.yaml").write_text(
+        "actor: {model_name_or_path: /home/alice/models/Qwen3}\nlogger: {wandb: {key: wandb-1234}}\n"
+        "reward: {remote_url: 'http://bob:word@judge:5000/get/reward'}\n"
+    )
+    (run / "argv.txt").write_text(
+        "openrlhf ppo --config /home/alice/run.yaml --logger.wandb.key=wandb-1234\n"
+    )
+    monkeypatch.setattr(installation, "facts", lambda: iter(()))
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    monkeypatch.setenv("OPENRLHF_CACHE", "/home/alice/cache/openrlhf")
+    monkeypatch.setenv("NCCL_COMM_ID", f"{platform.node()}:29500")
+    with pytest.raises(SystemExit) as stop:
+        flags.doctor([str(run), "--report"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    hidden = ("alice", "wandb-1234", "hf_abcdefgh", "bob:word", str(tmp_path), platform.node())
+    assert not [text for text in hidden if text in out]
+    assert "openrlhf ppo --config <path>/run.yaml" in out
+    assert "model_name_or_path: <path>/Qwen3" in out and "judge:5000/get/reward" in out
+    assert "variable OPENRLHF_CACHE: <path>/openrlhf" in out and "NCCL_COMM_ID: <host>:29500" in out
+    assert "version torch: " in out and "same reward" in out
