@@ -3,6 +3,7 @@
 The pages of docs/ link to files of the repository outside of docs/, as GitHub shows them. The hook adds each
 of those files to the site as a page, and the files that these link to, and leads the links there."""
 
+import json
 import os
 import re
 import subprocess
@@ -55,6 +56,10 @@ def page_of(path: str) -> str:
     place = ROOT / path
     if path.endswith(".md"):
         return place.read_text(encoding="utf-8")
+    if place.suffix == ".ipynb":
+        cells = json.loads(place.read_text(encoding="utf-8"))["cells"]
+        texts = ((cell["cell_type"], "".join(cell["source"])) for cell in cells)
+        return "\n\n".join(t if kind == "markdown" else f"```python\n{t}\n```" for kind, t in texts)
     if place.is_dir():
         names = sorted(p.name for p in place.iterdir() if p.is_file())
         return "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in names)])

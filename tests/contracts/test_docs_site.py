@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 OWN = ROOT / ".venv-docs" / "bin" / "python"
 PYTHON = OWN if OWN.exists() else Path(sys.executable)
 SITE = runpy.run_path(str(ROOT / "tools" / "docs_site.py"))
-PAGES = {f"docs/{page.name}": page.read_text() for page in (ROOT / "docs").glob("*.md")}
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in (ROOT / "docs").rglob("*.md")}
 LINK = re.compile(r"\]\((?!\w+:)([^)#]*)(?:#([^)]+))?\)")
 RENDER = """
 import json, sys
