@@ -98,6 +98,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.data.messages import with_role
     from openrlhf.data.outline import count_rows, first_row
+    from openrlhf.data.once import made_once
     from openrlhf.data.packing import pack_to_budget
     from openrlhf.data.pictures import decoded, png
     from openrlhf.data.prompt_sampler import PromptSampler
@@ -110,7 +111,9 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.errors import (
         ErrorCode, catch_signals, counted, describe, first_line, notify, readable, short_errors,
     )
-    from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
+    from openrlhf.files import (
+        cache_folder, exporting, holds_model, nearest, read_object, unwaiting, unwritable, write_atomically,
+    )
     from openrlhf.heap import freeze as freeze_heap
     from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder, uses_modelscope
     from openrlhf.loop.local import NoEngines, start_local_roles
