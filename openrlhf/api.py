@@ -175,7 +175,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.observability.trackers.load import build_trackers
     from openrlhf.observability.trackers.metrics_file import RENAMED
     from openrlhf.rewards.function import RewardFunction, check_reward_file
-    from openrlhf.rewards.math import extract_boxed_answer, final_answer
+    from openrlhf.rewards.math import extract_boxed_answer, final_answer, grade_response
     from openrlhf.rollout.local import LocalEngine
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options, transfer_backend
