@@ -44,10 +44,11 @@ def demo(argv: Sequence[str] | None = None) -> None:
 
     A pretrained model can chat already: `openrlhf fetch` downloads it, and RL teaches it sums that it half
     knows."""
-    # A second thread only slows down such small models. torch reads the variable when it is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with short_errors():
         options = demo_parser().parse_args(argv)
+        # A second thread only slows down the tiny model. torch reads the variable when it is imported.
+        threads = 1 if options.model == TINY else len(os.sched_getaffinity(0))
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         check_packages(options.model)
         name = f"seed{options.seed}" if options.model == TINY else f"{options.model}-seed{options.seed}"
         run(
