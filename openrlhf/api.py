@@ -103,7 +103,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.pictures import decoded, png
     from openrlhf.data.prompt_sampler import PromptSampler
     from openrlhf.data.prompts import encode_prompts
-    from openrlhf.data.reasoning_gym import find_entry
+    from openrlhf.data.reasoning_gym import find_entry, gym_rows
     from openrlhf.data.scored import end_token_id, score_last, with_end
     from openrlhf.data.sources import check_columns, load_rows
     from openrlhf.data.templates import Message, PromptTemplate

@@ -7,13 +7,14 @@ import tempfile
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from gpukit.inside import ROOT
 from gpukit.stage import Figures, Setting
 from openrlhf.tasks.prepare import FINAL_ANSWER_REWARD
 from openrlhf.types import Metrics
 
-FLAGS = {
+FLAGS: dict[str, Any] = {
     "algo.advantage.estimator": "group_norm",
     "algo.kl.init_coef": 0,
     "reward.remote_url": str(FINAL_ANSWER_REWARD),

