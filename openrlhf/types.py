@@ -23,7 +23,7 @@ can train on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
@@ -92,12 +92,15 @@ class Prompt:
     """The tools that the chat template lists in `text`, and that of a reward model does."""
 
 
+_PROMPT_DEFAULTS = [(f.name, f.default) for f in fields(Prompt)]
+
+
 def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
     """Restores a prompt from a checkpoint. An older checkpoint may lack the last fields, which then get their
     defaults."""
-    values = dict(zip([f.name for f in fields(prompt)], state, strict=False))
-    for f in fields(prompt):
-        object.__setattr__(prompt, f.name, values.get(f.name, f.default))
+    values = [*state, *(default for _, default in _PROMPT_DEFAULTS[len(state) :])]
+    for (name, _), value in zip(_PROMPT_DEFAULTS, values, strict=True):
+        object.__setattr__(prompt, name, value)
 
 
 Prompt.__setstate__ = _restore  # set here: some versions of Python replace the method of a class with slots
@@ -368,30 +371,27 @@ def _unpack_group(
 ) -> PromptGroup:
     """Returns a group whose arrays are views of the packed arrays. `facts` has the values of the fields
     `names`, one entry per sample."""
-    columns = [
-        [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        for whole, sizes in packed.values()
-    ]
-    sets: Sequence[Nuclei | None] = [None] * len(facts)
+    columns: dict[str, Sequence[Any]] = {
+        name: [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        for name, (whole, sizes) in packed.items()
+    }
+    columns |= zip(names, zip(*facts, strict=True), strict=False)
+    columns["prompt"] = [prompt] * len(facts)
     if kept is not None:
         num_actions = np.array(packed["rollout_log_probs"][1])
-        sets = kept.parts(_slices(num_actions, range(len(facts))))
-    routings: Sequence[np.ndarray | None] = [None] * len(facts)
+        columns["kept"] = kept.parts(_slices(num_actions, range(len(facts))))
     if routing is not None:
-        routings = np.split(routing, np.cumsum(packed["token_ids"][1])[:-1])
-    return PromptGroup(
-        prompt=prompt,
-        trajectories=[
-            Trajectory(
-                prompt=prompt,
-                kept=of_actions,
-                routing=of_tokens,
-                **dict(zip(packed, arrays, strict=True)),
-                **dict(zip(names, values, strict=True)),
-            )
-            for *arrays, of_actions, of_tokens, values in zip(*columns, sets, routings, facts, strict=True)
-        ],
-    )
+        columns["routing"] = np.split(routing, np.cumsum(packed["token_ids"][1])[:-1])
+    trajectories = [object.__new__(Trajectory) for _ in facts]
+    for f in fields(Trajectory):  # field by field: a third of the time that the constructor takes
+        put, column = getattr(Trajectory, f.name).__set__, columns.get(f.name)
+        for t, value in zip(trajectories, column or [_default(f) for _ in facts], strict=True):
+            put(t, value)
+    return PromptGroup(prompt=prompt, trajectories=trajectories)
+
+
+def _default(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def join_nuclei(parts: "Sequence[Turn | Trajectory]") -> Nuclei | None:

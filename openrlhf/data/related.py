@@ -1,5 +1,6 @@
 """Puts sequences of a batch that share a prefix into the same row and on the same rank."""
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,8 +32,20 @@ def parts_of_related(token_ids: np.ndarray, lengths: Sequence[int], k: int) -> l
 
     Sequences with a common prefix share a part, unless the largest part would then have more tokens to
     compute than in a division by lengths alone."""
-    related = Related.of(token_ids, lengths) if k > 1 else None
+    related = _compare(token_ids, lengths) if k > 1 else None
     return partition(lengths, k) if related is None else related.parts(k)
+
+
+_last: tuple[weakref.ref[np.ndarray], Related | None] | None = None
+"""The tokens that `_compare` compared last, and its result."""
+
+
+def _compare(token_ids: np.ndarray, lengths: Sequence[int]) -> Related | None:
+    """Compares sequences as `Related.of` does; the tokens of a step, which all its models read, once."""
+    global _last
+    if _last is None or _last[0]() is not token_ids:
+        _last = weakref.ref(token_ids), Related.of(token_ids, lengths)
+    return _last[1]
 
 
 def identities(
@@ -42,13 +55,16 @@ def identities(
     images: Sequence[tuple[Image, ...]] = (),
     routing: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns one number for each token, (N,), for the comparison of sequences. Tokens have different numbers
+    """Returns one number for each token, (N,), for the comparison of sequences: `token_ids` itself, if there
+    are neither images nor routing. Tokens have different numbers
     if they differ, if their sequences have different images, or if they are routed to different experts.
 
     token_ids: (N,), see `rows_of_related`.
     images: images of each sequence; empty if there are none.
     routing: (N, M, K) experts of each token, see `Trajectory.routing`.
     """
+    if not images and routing is None:
+        return token_ids
     numbers = token_ids.astype(np.int64)
     if images:
         known: dict[tuple[bytes, ...], int] = {}

@@ -5,26 +5,34 @@ from dataclasses import replace
 
 import numpy as np
 
-from openrlhf.backends.base import ModelRanks
+from openrlhf.backends.base import ModelRanks, Pending
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.types import Batch
 
 # bounded .result(): the cluster's watchdog ends calls to processes that make no progress.
 
 
+Forward = Pending[np.ndarray] | None
+"""A model's forward pass of a batch; None for a model that the run has not, or whose numbers no one needs."""
+
+
+def begin_forward(batch: Batch, models: Iterable[ModelRanks | None]) -> list[Forward]:
+    """Begins the forward pass of each model, and does not wait for it."""
+    return [model.forward(batch) if model else None for model in models]
+
+
 def with_outputs(
     batch: Batch,
-    policy: ModelRanks | None,
-    critic: ModelRanks | None,
-    teacher: ModelRanks | None,
-    reference: ModelRanks | None,
+    policy: Forward,
+    critic: Forward,
+    teacher: Forward,
+    reference: Forward,
     step: int,
 ) -> Batch:
-    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values; it has
-    no column of a model that is None. Raises RunError for an output that is not finite."""
-    models = (policy, critic, teacher, reference)
-    pending = [model.forward(batch) if model else None for model in models]
-    answers = [p.result() if p else None for p in pending]
+    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values, from
+    their forward passes; it has no column of a model without one. Raises RunError for an output that is not
+    finite."""
+    answers = [p.result() if p else None for p in (policy, critic, teacher, reference)]
     check_outputs(zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), step)
     log_probs, values, of_teacher, of_reference = answers
     return replace(

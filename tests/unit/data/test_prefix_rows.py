@@ -15,8 +15,8 @@ from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.ppo_checks import ppo_problems
 from openrlhf.data.batches import Dataset, MiniBatches
 from openrlhf.data.preference import PairDataset
-from openrlhf.data.prefixes import REPEATED_TOKEN
-from openrlhf.data.related import identities, rows_of_related
+from openrlhf.data.prefixes import REPEATED_TOKEN, Related
+from openrlhf.data.related import identities, parts_of_related, rows_of_related
 from openrlhf.data.store import SampleStore
 from openrlhf.data.unpaired import UnpairedDataset
 from openrlhf.training.schedule import training_schedule
@@ -224,3 +224,14 @@ def test_a_step_has_room_for_the_samples_of_a_prompt(batch_size: int, problems: 
     )
     found = [problem.key for problem in ppo_problems(config, {}) if "shuffle" in problem.key]
     assert found == problems
+
+
+def test_the_models_of_a_step_compare_its_sequences_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[np.ndarray] = []
+    original = Related.of
+    monkeypatch.setattr(Related, "of", lambda ids, lengths: compared.append(ids) or original(ids, lengths))
+    prompt, lengths = [*range(20, 40)], [21] * 8
+    first, other = (np.array(([*prompt, end] * 8), np.int32) for end in (1, 2))
+    parts = [parts_of_related(identities(ids, lengths), lengths, 2) for ids in (first, first, other, first)]
+    assert [ids is first for ids in compared] == [True, False, True]
+    assert parts[0] == parts[1] == parts[3] and sorted(i for part in parts[0] for i in part) == [*range(8)]

@@ -75,7 +75,6 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
-from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
@@ -957,7 +956,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)
-    assert [type(hook) for hook in trainer.hooks] == [StepChecks, PhaseMemory, RolloutMetrics, Observer]
+    assert [type(hook) for hook in trainer.hooks] == [StepChecks, PhaseMemory, Observer]
     trainer.fit()
     trainer.observer.close()
     again = build()
