@@ -41,6 +41,20 @@ class Neighbours(NamedTuple):
         order = _sorted(cells, starts, sizes)
         return cls(order, _common(cells, starts, sizes, order))
 
+    def select(self, indices: np.ndarray, sizes: np.ndarray) -> "Neighbours":
+        """Returns what `of` returns for the sequences at `indices`, without a look at their tokens. `sizes`:
+        (B,) number of tokens of each sequence."""
+        ordered = sizes[self.order]
+        is_equal = (self.common == ordered[:-1]) & (ordered[:-1] == ordered[1:])
+        ranks, places = np.empty((2, len(sizes)), int)
+        ranks[self.order] = np.concatenate([[0], (~is_equal).cumsum()])  # equal ones in the order of indices
+        places[self.order] = np.arange(len(sizes))
+        order = ranks[indices].argsort(kind="stable")
+        chosen = places[indices][order]
+        borders = np.sort(np.stack([chosen[:-1], chosen[1:]], axis=1), axis=1).ravel()
+        common = np.concatenate([self.common, [0]])
+        return Neighbours(order, np.minimum.reduceat(common, borders)[::2] if len(borders) else common[:0])
+
 
 class Related:
     """The common prefixes of items, each of which has one or several sequences."""
@@ -65,8 +79,15 @@ class Related:
         cells, sizes = token_ids[:, None], np.asarray(lengths)
         if len(sizes) < 2 or not some_begin_alike(cells, sizes):
             return None
-        order, common = Neighbours.of(cells, sizes)
-        if common[common >= FEWEST_TOKENS].sum() < SMALLEST_FRACTION * len(cells):
+        return cls.of_neighbours(Neighbours.of(cells, sizes), lengths, sequences_per_item)
+
+    @classmethod
+    def of_neighbours(
+        cls, neighbours: Neighbours, lengths: Sequence[int], sequences_per_item: int = 1
+    ) -> Self | None:
+        """Returns None if sharing does not pay off."""
+        order, common = neighbours
+        if common[common >= FEWEST_TOKENS].sum() < SMALLEST_FRACTION * sum(lengths):
             return None
         return cls(order, common, lengths, sequences_per_item)
 
