@@ -157,7 +157,7 @@ class PPOTrainer(Generic[PolicyT]):
             batch = Batch.of(finished, step.version, **self.config.batch_columns)
             passes = begin_forward(batch, models)
             step.metrics |= sample_metrics(step.samples, step.version)  # while the models compute
-            step.batch = with_outputs(batch, *passes, step.number)
+            step.batch = with_outputs(batch, passes, step.number)
         announce(self.hooks, Hook.scored, step)
 
         step.batch, metrics = self.assign_advantages(step.batch, finished)

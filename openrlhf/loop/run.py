@@ -413,7 +413,7 @@ class Run:
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
         self._num_episodes = num_samples(step.finished)
         batch = Batch.of(step.finished, self.version, **config.batch_columns)
-        step.batch = with_outputs(batch, *begin_forward(batch, models), step.number)
+        step.batch = with_outputs(batch, begin_forward(batch, models), step.number)
         announce(self._hooks, Hook.scored, step)
         step.batch, metrics = self._assign(step.batch, step.finished, advantages)
         step.metrics |= metrics

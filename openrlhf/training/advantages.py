@@ -138,11 +138,8 @@ def log_prob_metrics(batch: Batch, estimator: str, kl: Tensor | None = None) -> 
     metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness, counts)
     if batch.ref_log_probs is not None:
         ref_log_probs = torch.from_numpy(batch.ref_log_probs)
-        kl = (
-            _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=estimator))
-            if kl is None
-            else kl
-        )
+        if kl is None:
+            kl = blockwise(partial(approx_kl, estimator=estimator), log_probs, ref_log_probs)
         metrics["kl/mean"] = float(mean(kl))
         metrics["kl/log_ratio_mean"] = float(mean(log_probs - ref_log_probs))
     return metrics

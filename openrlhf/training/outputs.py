@@ -1,6 +1,6 @@
 """The numbers that a run's models give for the actions of a batch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,18 +21,11 @@ def begin_forward(batch: Batch, models: Iterable[ModelRanks | None]) -> list[For
     return [model.forward(batch) if model else None for model in models]
 
 
-def with_outputs(
-    batch: Batch,
-    policy: Forward,
-    critic: Forward,
-    teacher: Forward,
-    reference: Forward,
-    step: int,
-) -> Batch:
-    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values, from
-    their forward passes; it has no column of a model without one. Raises RunError for an output that is not
-    finite."""
-    answers = [p.result() if p else None for p in (policy, critic, teacher, reference)]
+def with_outputs(batch: Batch, passes: Sequence[Forward], step: int) -> Batch:
+    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values.
+    `passes`: the forward passes of policy, critic, teacher and reference, in this order; the batch has no
+    column of a model without one. Raises RunError for an output that is not finite."""
+    answers = [p.result() if p else None for p in passes]
     check_outputs(zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), step)
     log_probs, values, of_teacher, of_reference = answers
     return replace(

@@ -280,9 +280,9 @@ def test_the_output_of_each_model_is_a_column_of_its_own():
     sampled = batch_of([trajectory(1.0, [2, 3])])
     columns = lambda batch: (batch.log_probs, batch.values, batch.teacher_log_probs, batch.ref_log_probs)
     passes = begin_forward(sampled, (policy, critic, teacher, reference))
-    found = columns(with_outputs(sampled, *passes, step=1))
+    found = columns(with_outputs(sampled, passes, step=1))
     assert [column.tolist() for column in found] == [[-1, -1], [-2, -2], [-3, -3], [-4, -4]]
-    assert columns(with_outputs(sampled, None, None, None, None, step=1)) == (None, None, None, None)
+    assert columns(with_outputs(sampled, [None] * 4, step=1)) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("name", ["policy", "reference"])
