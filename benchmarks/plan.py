@@ -12,6 +12,7 @@ operators allocate. Exits with an error if a term that is at least a hundredth o
 than `--limit`.
 
     python benchmarks/plan.py
+    python benchmarks/plan.py --models a/folder/with/SmolLM2-135M
 """
 
 import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
@@ -27,12 +28,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from openrlhf.backends.build import ENGINES, build_engine
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
@@ -70,8 +72,13 @@ SIZES = {
 }
 
 
+TOKENS = 256
+"""Tokens of a row of a model from a folder."""
+
+
 class Way(NamedTuple):
     size: str
+    """Key of SIZES, or a folder with a model's config.json; its weights are random."""
     dtype: ParamDtype = "bf16"
     stage: int = 2
     checkpointing: bool = False
@@ -146,6 +153,8 @@ def all_held() -> dict[int, int]:
 
 
 def config_of(way: Way) -> Any:
+    if way.size not in SIZES:
+        return AutoConfig.from_pretrained(way.size)
     size = SIZES[way.size]
     sizes: dict[str, Any] = {
         "hidden_size": size.hidden,
@@ -164,10 +173,14 @@ def config_of(way: Way) -> Any:
     return Qwen3MoeConfig(**sizes, **experts)
 
 
-def row_of(size: Size, seed: int) -> PackedRow:
+def tokens_of(way: Way) -> int:
+    return SIZES[way.size].tokens if way.size in SIZES else TOKENS
+
+
+def row_of(vocabulary: int, count: int, seed: int) -> PackedRow:
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, size.vocabulary, (size.tokens,), generator=generator)
-    return PackedRow.of([Sample(token_ids=tokens, action_mask=torch.arange(size.tokens) > 0)])
+    tokens = torch.randint(0, vocabulary, (count,), generator=generator)
+    return PackedRow.of([Sample(token_ids=tokens, action_mask=torch.arange(count) > 0)])
 
 
 def predicted_shape(config: Any, ds: DeepSpeedConfig, backend: BackendName) -> ModelShape:
@@ -179,7 +192,7 @@ def predicted_shape(config: Any, ds: DeepSpeedConfig, backend: BackendName) -> M
 
 def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
     """Returns (number of parameters, predicted bytes, measured bytes)."""
-    size, config = SIZES[way.size], config_of(way)
+    config, num_tokens = config_of(way), tokens_of(way)
     ds = DeepSpeedConfig(zero_stage=way.stage, param_dtype=way.dtype, bucket_mb=1 if way.stage == 3 else None)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[way.dtype]
 
@@ -190,10 +203,10 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
         return PolicyModel(model)
 
     shape = predicted_shape(config, ds, way.backend)
-    said = training_memory(shape, ds, way.backend, size.tokens, way.checkpointing).parts
+    said = training_memory(shape, ds, way.backend, num_tokens, way.checkpointing).parts
     init_distributed()
-    row = row_of(size, 1)
-    activations = pass_bytes(build(), row, way.checkpointing)
+    rows = [row_of(config.vocab_size, num_tokens, seed) for seed in (1, 2)]
+    activations = pass_bytes(build(), rows[0], way.checkpointing)
     before = all_held()
     engine: Any = build_engine(
         build,
@@ -204,7 +217,6 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
         total_steps=10,
         gradient_checkpointing=way.checkpointing,
     )
-    rows = [row, row_of(size, 2)]
     engine.train_step(rows, SFTObjective())
     own = {key: n for key, n in all_held().items() if key not in before}
     parameters = list(engine.module.parameters())
@@ -251,13 +263,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--models", nargs="+", default=[], help="folders of models, in place of --sizes")
     parser.add_argument("--limit", type=float, default=0.1, help="largest relative error (default: 0.1)")
     options = parser.parse_args()
     print("| model | dtype | ZeRO | checkpointing | backend | tokens | " + " | ".join(TERMS) + " | s |")
     print("|" + "---|" * 12)
     worst = 0.0
     import_module(ENGINES["deepspeed"][0])  # before processes are forked
-    for way in (way for way in WAYS if way.size in options.sizes):
+    own = [Way(folder, "fp32", 0) for folder in options.models]
+    for way in own or [way for way in WAYS if way.size in options.sizes]:
         began = time.perf_counter()
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
             count, said, found = pool.submit(measure, way).result()
@@ -268,12 +282,12 @@ def main() -> int:
             worst = max(worst, abs(error) if judged else 0)
             cells.append(f"{error:+.1%} of {found[name] / 2**20:,.1f} MiB")
         facts = (
-            f"{way.family} {count / 1e6:,.1f}M",
+            f"{way.family if way.size in SIZES else Path(way.size).name} {count / 1e6:,.1f}M",
             way.dtype,
             str(way.stage),
             "yes" if way.checkpointing else "no",
             way.backend,
-            str(SIZES[way.size].tokens),
+            str(tokens_of(way)),
         )
         print(f"| {' | '.join([*facts, *cells])} | {time.perf_counter() - began:.0f} |", flush=True)
     print(f"largest error: {worst:.1%}")

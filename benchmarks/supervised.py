@@ -13,12 +13,14 @@ first step, which is not timed. TRL runs without gradient checkpointing, like al
 
 Each way has a process of its own, and works while all others wait. A round is one pass over the data by every
 way, in random order, so load on the machine meets all of them; trust the ratios, not the absolute figures.
+Ratios of CPU time hold on a busy machine, too.
 The time includes making rows or batches. All ways start from the same weights, and the first losses of ours
 and bare must agree; trl-grouped begins with other samples. Peak memory is counted above the process's memory
 before the model was built: weights, gradients, optimizer states and activations.
 
     python benchmarks/supervised.py --model tiny
     python benchmarks/supervised.py --model small --tasks sft --vocab 151936 --rows 32
+    python benchmarks/supervised.py --model a/folder/with/SmolLM2-135M --tasks sft dpo --rows 8 --batch_size 4
 """
 
 import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
@@ -49,7 +51,12 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3ForSequenceClassification,
+)
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import ProcessMesh, current_device, init_distributed, leave_distributed
@@ -98,6 +105,8 @@ class Pass(NamedTuple):
 
     seconds: float
     first_loss: float
+    cpu: float
+    """CPU seconds of the process."""
     peak: float = 0.0
     """Peak memory of all passes so far, MiB."""
 
@@ -139,7 +148,9 @@ class Setting:
 
     @property
     def vocab_size(self) -> int:
-        return self.options.vocab or VOCABULARIES[self.options.model]
+        model = self.options.model
+        known = VOCABULARIES.get(model) or AutoConfig.from_pretrained(model).vocab_size
+        return self.options.vocab or known
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -150,9 +161,15 @@ class Setting:
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
     def language_model(self, seed: int = 0) -> Any:
-        shape = SIZES[self.options.model]
-        model: Any = tiny_model(self.tokenizer, seed=seed, max_len=4 * MAX_LEN, **shape)
-        return model.to(DTYPE)
+        """Builds a model of random weights, or reads a folder, where `seed` shifts the head's weights."""
+        shape = SIZES.get(self.options.model)
+        if shape is not None:
+            model: Any = tiny_model(self.tokenizer, seed=seed, max_len=4 * MAX_LEN, **shape)
+            return model.to(DTYPE)
+        model = AutoModelForCausalLM.from_pretrained(self.options.model, dtype=DTYPE)
+        with torch.no_grad():
+            model.get_output_embeddings().weight += 1e-3 * seed
+        return model
 
     def scorer(self) -> Any:
         config = self.language_model().config
@@ -196,7 +213,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="tiny", choices=SIZES)
+    parser.add_argument(
+        "--model", default="tiny", help=f"{', '.join(SIZES)}, or the folder of a causal language model"
+    )
     parser.add_argument("--vocab", type=int, help="size of the vocabulary (default: the model's own)")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument(
@@ -425,9 +444,10 @@ def packed(model: Any) -> Any:
 
 
 def timed(step: Callable[[Any], float], batches) -> Pass:
-    start = time.perf_counter()
+    start, started = time.perf_counter(), time.process_time()
     losses = [step(batch) for batch in (batches.epoch(0) if isinstance(batches, MiniBatches) else batches())]
-    return Pass(time.perf_counter() - start, losses[0])  # the loss is a number, so the device has finished
+    seconds, cpu = time.perf_counter() - start, time.process_time() - started
+    return Pass(seconds, losses[0], cpu)  # the loss is a number, so the device has finished
 
 
 # A PyTorch loop over packed rows
@@ -593,7 +613,7 @@ def trl(task: Task, setting: Setting, **settings) -> Way:
 
     def run() -> Pass:
         trainer.train()
-        return Pass(stopwatch.end - stopwatch.begin, stopwatch.first_loss)
+        return Pass(stopwatch.end - stopwatch.begin, stopwatch.first_loss, stopwatch.cpu)
 
     return run
 
@@ -626,18 +646,19 @@ def trl_settings(setting: Setting, task: Task) -> dict[str, Any]:
 
 
 def new_stopwatch():
-    """Returns a callback with the `begin` and `end` of the steps of the last run, and its `first_loss`."""
+    """Returns a callback with the `begin` and `end` of the steps of the last run, its `cpu` seconds and its
+    `first_loss`."""
 
     class Stopwatch(transformers.TrainerCallback):
-        begin = end = first_loss = 0.0
+        begin = end = first_loss = started = cpu = 0.0
 
         def on_train_begin(self, args, state, control, **kwargs):
-            self.begin = time.perf_counter()
+            self.begin, self.started = time.perf_counter(), time.process_time()
 
         def on_step_end(self, args, state, control, **kwargs):
             if DEVICE_TYPE == "cuda" and state.global_step == state.max_steps:
                 torch.cuda.synchronize()
-            self.end = time.perf_counter()
+            self.end, self.cpu = time.perf_counter(), time.process_time() - self.started
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             if state.global_step == 1 and logs and "loss" in logs:
@@ -784,17 +805,19 @@ def report(name: str, options: argparse.Namespace, passes: dict[str, list[Pass]]
     tokens = sum(map(task.num_tokens, task.examples(setting.texts, options.batch_size)))
     print(
         f"\n{name.upper()}: {options.rows} {task.unit}, {tokens} tokens, {options.rounds} rounds\n"
-        f"{'':26}{'tokens/s (min - max)':>24}{'ours / this (min - max)':>27}{'peak MiB':>10}{'loss':>9}"
+        f"{'':26}{'tokens/s (min - max)':>24}{'ours / this (min - max)':>27}{'of CPU time':>13}"
+        f"{'peak MiB':>10}{'loss':>9}"
     )
     for way, (first, *runs) in passes.items():
         rates = [tokens / run.seconds for run in runs]
         ratios = [run.seconds / mine.seconds for run, mine in zip(runs, passes[rival(way)][1:], strict=True)]
+        cpu_ratios = [run.cpu / mine.cpu for run, mine in zip(runs, passes[rival(way)][1:], strict=True)]
         rate_range = f"({min(rates):.0f} - {max(rates):.0f})"
         ratio_range = f"({min(ratios):.3f} - {max(ratios):.3f})"
         print(
             f"{way:26}{statistics.median(rates):8.0f} {rate_range:>15}"
             f"{statistics.median(ratios):10.3f} {ratio_range:>16}"
-            f"{runs[-1].peak:10.0f}{first.first_loss:9.4f}",
+            f"{statistics.median(cpu_ratios):13.3f}{runs[-1].peak:10.0f}{first.first_loss:9.4f}",
             flush=True,
         )
 

@@ -92,12 +92,15 @@ class Prompt:
     """The tools that the chat template lists in `text`, and that of a reward model does."""
 
 
+_PROMPT_DEFAULTS = [(f.name, f.default) for f in fields(Prompt)]
+
+
 def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
     """Restores a prompt from a checkpoint. An older checkpoint may lack the last fields, which then get their
     defaults."""
-    values = dict(zip([f.name for f in fields(prompt)], state, strict=False))
-    for f in fields(prompt):
-        object.__setattr__(prompt, f.name, values.get(f.name, f.default))
+    values = [*state, *(default for _, default in _PROMPT_DEFAULTS[len(state) :])]
+    for (name, _), value in zip(_PROMPT_DEFAULTS, values, strict=True):
+        object.__setattr__(prompt, name, value)
 
 
 Prompt.__setstate__ = _restore  # set here: some versions of Python replace the method of a class with slots

@@ -76,6 +76,23 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 """Aggregations by their names in `--actor.loss_aggregation`."""
 
 
+BLOCK = 1 << 15
+"""Numbers in a block of `blockwise`: with its intermediate results it fits a core's cache."""
+
+
+def blockwise(of: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    """Returns the elementwise function `of` columns, all (A,). Of long columns it computes one block after
+    the other: an expression on whole columns would write each intermediate result to memory."""
+    blocks = zip(*(x.split(BLOCK) for x in columns), strict=True)
+    first = of(*next(blocks))
+    whole = first.new_empty(len(columns[0]))
+    begin, *rest = whole.split(BLOCK)
+    begin.copy_(first)
+    for part, block in zip(rest, blocks, strict=True):
+        part.copy_(of(*block))
+    return whole
+
+
 def mean(x: Tensor) -> Tensor:
     """Returns the mean; 0 for an empty tensor, so that a step without actions does not log NaN."""
     return x.sum() / max(x.numel(), 1)

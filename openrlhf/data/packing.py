@@ -4,6 +4,8 @@ import bisect
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def pack_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Returns rows of indices into `lengths`; no row sums to more than `budget`, except a longer sequence
@@ -32,14 +34,18 @@ def partition(costs: Sequence[float], k: int, *, equal_size: bool = False) -> li
     smallest sum; with `equal_size` k at a time, one to each part. Then the costliest part exchanges indices
     with others until no exchange makes it cheaper or it is within `UNEVEN` of the mean.
     """
-    order, at_a_time = _decreasing(costs), k if equal_size else 1
+    order = _decreasing(costs)
     totals = [(0.0, part) for part in range(k)]
     parts: list[list[int]] = [[] for _ in range(k)]
-    for start in range(0, len(order), at_a_time):
-        dealt = order[start : start + at_a_time]
+    for start in range(0, len(order), k) if equal_size else ():
+        dealt = order[start : start + k]
         for i, (total, part) in zip(dealt, [heapq.heappop(totals) for _ in dealt], strict=True):
             parts[part].append(i)
             heapq.heappush(totals, (total + costs[i], part))
+    for i in () if equal_size else order:
+        total, part = totals[0]
+        parts[part].append(i)
+        heapq.heapreplace(totals, (total + costs[i], part))
     _even_out(costs, parts, may_move=not equal_size)
     parts.sort(key=lambda part: -sum(costs[i] for i in part))
     return [sorted(part) for part in parts]
@@ -99,4 +105,4 @@ def estimated_cost(length: int, *, crossover: int = 24576) -> float:
 
 
 def _decreasing(sizes: Sequence[float]) -> list[int]:
-    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    return np.negative(sizes).argsort(kind="stable").tolist()

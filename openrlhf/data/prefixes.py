@@ -2,9 +2,7 @@
 computes the shared tokens once (models/prefixes.py)."""
 
 import bisect
-import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -43,6 +41,20 @@ class Neighbours(NamedTuple):
         order = _sorted(cells, starts, sizes)
         return cls(order, _common(cells, starts, sizes, order))
 
+    def select(self, indices: np.ndarray, sizes: np.ndarray) -> "Neighbours":
+        """Returns what `of` returns for the sequences at `indices`, without a look at their tokens. `sizes`:
+        (B,) number of tokens of each sequence."""
+        ordered = sizes[self.order]
+        is_equal = (self.common == ordered[:-1]) & (ordered[:-1] == ordered[1:])
+        ranks, places = np.empty((2, len(sizes)), int)
+        ranks[self.order] = np.concatenate([[0], (~is_equal).cumsum()])  # equal ones in the order of indices
+        places[self.order] = np.arange(len(sizes))
+        order = ranks[indices].argsort(kind="stable")
+        chosen = places[indices][order]
+        borders = np.sort(np.stack([chosen[:-1], chosen[1:]], axis=1), axis=1).ravel()
+        common = np.concatenate([self.common, [0]])
+        return Neighbours(order, np.minimum.reduceat(common, borders)[::2] if len(borders) else common[:0])
+
 
 class Related:
     """The common prefixes of items, each of which has one or several sequences."""
@@ -53,13 +65,12 @@ class Related:
         """`order`, `common`: see `Neighbours`. `lengths`: number of tokens of each sequence, item after
         item."""
         shared = np.where(common >= FEWEST_TOKENS, common, 0)
-        self._shared = [0, *shared.tolist()]
-        """Length of the common prefix of each sequence in `order` and the one before it."""
-        self._sizes = np.asarray(lengths)[order].tolist()
-        places = order.argsort().reshape(-1, sequences_per_item)
-        self._places = places.tolist()
-        """Indices in `order` of the sequences of each item."""
-        self.order: list[int] = places[:, 0].argsort().tolist()
+        self._shared = np.concatenate([[0], shared, [0]])
+        """Length of the common prefix of each sequence in `order` and the one before it; 0 at the end."""
+        self._sizes = np.asarray(lengths)[order]
+        self._places = order.argsort().reshape(-1, sequences_per_item)
+        """(items, sequences of each) indices in `order`."""
+        self.order: list[int] = self._places[:, 0].argsort().tolist()
         """The items in an order in which those whose first sequences have a common prefix are neighbours."""
 
     @classmethod
@@ -68,17 +79,30 @@ class Related:
         cells, sizes = token_ids[:, None], np.asarray(lengths)
         if len(sizes) < 2 or not some_begin_alike(cells, sizes):
             return None
-        order, common = Neighbours.of(cells, sizes)
-        if common[common >= FEWEST_TOKENS].sum() < SMALLEST_FRACTION * len(cells):
+        return cls.of_neighbours(Neighbours.of(cells, sizes), lengths, sequences_per_item)
+
+    @classmethod
+    def of_neighbours(
+        cls, neighbours: Neighbours, lengths: Sequence[int], sequences_per_item: int = 1
+    ) -> Self | None:
+        """Returns None if sharing does not pay off."""
+        order, common = neighbours
+        if common[common >= FEWEST_TOKENS].sum() < SMALLEST_FRACTION * sum(lengths):
             return None
         return cls(order, common, lengths, sequences_per_item)
 
     def tokens(self, items: Iterable[int], *, repeated: float = 0.0) -> float:
         """Returns the number of tokens in the prefix tree of these items. A repetition of a token counts
         `repeated`."""
-        places = sorted(place for i in items for place in self._places[i])
-        saved = sum(self._in_common(a, b) for a, b in pairwise(places))
-        return sum(self._sizes[place] for place in places) - (1 - repeated) * saved
+        places = np.sort(self._places[list(items)], axis=None)
+        saved = self._in_common(places[:-1], places[1:]).sum()
+        return float(self._sizes[places].sum() - (1 - repeated) * saved)
+
+    def _tokens_of_each(self, *, repeated: float = 0.0) -> np.ndarray:
+        """Returns `tokens` of each item alone."""
+        places = np.sort(self._places, axis=1)
+        saved = self._in_common(places[:, :-1].ravel(), places[:, 1:].ravel()).reshape(len(places), -1)
+        return self._sizes[places].sum(1) - (1 - repeated) * saved.sum(1)
 
     def rows(self, items: Iterable[int], *, max_tokens: int | None, max_items: int) -> list[list[int]]:
         """Groups these items into rows; see `rows_of_related`. `max_items`: items of a row if `max_tokens` is
@@ -99,18 +123,18 @@ class Related:
                 rows.append([i])
                 places, tokens = self._with([], i)
         in_order = sorted(chosen)
-        sizes = [math.ceil(self.tokens([i], repeated=REPEATED_TOKEN)) for i in in_order]
+        sizes = np.ceil(self._tokens_of_each(repeated=REPEATED_TOKEN)[in_order]).astype(int).tolist()
         packed = pack_to_budget(sizes, max_tokens)
         return rows if len(rows) <= len(packed) else [[in_order[i] for i in row] for row in packed]
 
     def parts(self, k: int, *, equal_size: bool = False) -> list[list[int]]:
         """Divides the items into `k` parts; see `parts_of_related`. `equal_size`: numbers of items differ by
         at most one."""
-        sizes = [self.tokens([i]) for i in range(len(self.order))]
-        divided = partition(sizes, k, equal_size=equal_size)
-        first = [self._places[i][0] for i in self.order]
-        common = [0, *(self._in_common(a, b) for a, b in pairwise(first))]
-        to_read = np.ones(len(first)) if equal_size else np.array(sizes)[self.order] - common
+        sizes = self._tokens_of_each()
+        divided = partition(sizes.tolist(), k, equal_size=equal_size)
+        first = self._places[self.order, 0]
+        common = np.concatenate([[0], self._in_common(first[:-1], first[1:])])
+        to_read = np.ones(len(first)) if equal_size else sizes[self.order] - common
         order = np.array(self.order)
         middle = to_read.cumsum() - to_read / 2
         part_of = np.minimum((middle * k / to_read.sum()).astype(int), k - 1)
@@ -121,17 +145,19 @@ class Related:
         """Adds an item to a row, given as the sorted indices in `order` of its sequences. Returns the longer
         row, and the number of tokens by which it grows."""
         places, more = [*places], 0.0
-        for place in self._places[item]:
+        for place in self._places[item].tolist():
             at = bisect.bisect(places, place)
-            before = self._in_common(places[at - 1], place) if at else 0
-            after = self._in_common(place, places[at]) if at < len(places) else 0
+            before = self._shared[places[at - 1] + 1 : place + 1].min() if at else 0
+            after = self._shared[place + 1 : places[at] + 1].min() if at < len(places) else 0
             more += self._sizes[place] - (1 - REPEATED_TOKEN) * max(before, after)
             places.insert(at, place)
         return places, more
 
-    def _in_common(self, a: int, b: int) -> int:
-        """Returns the length of the common prefix of the sequences at the indices a < b of `order`."""
-        return min(self._shared[a + 1 : b + 1])
+    def _in_common(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Returns the lengths of the common prefixes of sequences at the indices a < b of `order`, (P,)
+        each."""
+        borders = np.stack([a, b], axis=1).ravel() + 1
+        return np.minimum.reduceat(self._shared, borders)[::2] if len(a) else np.zeros(0, int)
 
 
 def _sorted(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -147,7 +173,7 @@ def _common(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray, order: np.
     all neighbours first, then more of those that are still equal."""
     shorter = np.minimum(sizes[order[:-1]], sizes[order[1:]])
     common = np.zeros_like(shorter)
-    equal, begin, width = np.flatnonzero(shorter), 0, 64
+    equal, begin, width = np.flatnonzero(shorter), 0, 16
     while len(equal):
         count = np.minimum(shorter[equal] - begin, width)
         border = count.cumsum()
@@ -158,5 +184,5 @@ def _common(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray, order: np.
         common[equal] += found
         begin += width
         equal = equal[(found == width) & (shorter[equal] > begin)]
-        width *= 4
+        width *= 2
     return common

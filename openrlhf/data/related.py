@@ -1,11 +1,12 @@
 """Puts sequences of a batch that share a prefix into the same row and on the same rank."""
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 
 from openrlhf.data.packing import partition
-from openrlhf.data.prefixes import Related
+from openrlhf.data.prefixes import Neighbours, Related, some_begin_alike
 from openrlhf.types import Image
 
 
@@ -25,14 +26,38 @@ def rows_of_related(
     return related.rows(range(len(lengths)), max_tokens=max_tokens, max_items=max_sequences)
 
 
-def parts_of_related(token_ids: np.ndarray, lengths: Sequence[int], k: int) -> list[list[int]]:
+def parts_of_related(
+    token_ids: np.ndarray, lengths: Sequence[int], k: int, indices: Sequence[int] | None = None
+) -> list[list[int]]:
     """Divides sequences into `k` parts with nearly equal numbers of tokens to compute. Returns the indices of
-    each part's sequences. `token_ids`: see `rows_of_related`.
+    each part's sequences. `token_ids`: see `rows_of_related`. `indices`: divides only these sequences, and
+    returns indices of `indices`.
 
     Sequences with a common prefix share a part, unless the largest part would then have more tokens to
     compute than in a division by lengths alone."""
-    related = Related.of(token_ids, lengths) if k > 1 else None
-    return partition(lengths, k) if related is None else related.parts(k)
+    chosen = lengths if indices is None else [lengths[i] for i in indices]
+    neighbours = _compare(token_ids, lengths) if k > 1 and len(chosen) > 1 else None
+    if neighbours is None:
+        return partition(chosen, k)
+    if indices is not None:
+        neighbours = neighbours.select(np.asarray(indices), np.asarray(lengths))
+    related = Related.of_neighbours(neighbours, chosen)
+    return partition(chosen, k) if related is None else related.parts(k)
+
+
+_last: tuple[weakref.ref[np.ndarray], Neighbours | None] | None = None
+"""The tokens that `_compare` compared last, and its result."""
+
+
+def _compare(token_ids: np.ndarray, lengths: Sequence[int]) -> Neighbours | None:
+    """Compares sequences; the tokens of a step, which all its models and schedules divide, only once. Returns
+    None if no two begin alike."""
+    global _last
+    if _last is None or _last[0]() is not token_ids:
+        cells, sizes = token_ids[:, None], np.asarray(lengths)
+        found = Neighbours.of(cells, sizes) if some_begin_alike(cells, sizes) else None
+        _last = weakref.ref(token_ids), found
+    return _last[1]
 
 
 def identities(
@@ -42,13 +67,16 @@ def identities(
     images: Sequence[tuple[Image, ...]] = (),
     routing: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns one number for each token, (N,), for the comparison of sequences. Tokens have different numbers
-    if they differ, if their sequences have different images, or if they are routed to different experts.
+    """Returns one number for each token, (N,), for the comparison of sequences; `token_ids` itself if there
+    are neither images nor routing. Tokens have different numbers if they differ, if their sequences have
+    different images, or if they are routed to different experts.
 
     token_ids: (N,), see `rows_of_related`.
     images: images of each sequence; empty if there are none.
     routing: (N, M, K) experts of each token, see `Trajectory.routing`.
     """
+    if not images and routing is None:
+        return token_ids
     numbers = token_ids.astype(np.int64)
     if images:
         known: dict[tuple[bytes, ...], int] = {}

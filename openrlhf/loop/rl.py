@@ -23,11 +23,12 @@ from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampler
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce, announcing_end
 from openrlhf.observability.observer import Observer
+from openrlhf.observability.rollout_metrics import sample_metrics
 from openrlhf.stopping import Dropped, Stop
 from openrlhf.training.advantages import advantage_arguments, compute_advantages, log_prob_metrics
 from openrlhf.training.collect import Collector, check_collected, num_samples, sample_all
 from openrlhf.training.evaluate import best_metric, evaluation_metrics
-from openrlhf.training.outputs import with_outputs
+from openrlhf.training.outputs import begin_forward, with_outputs
 from openrlhf.training.saving import STATE_VERSION, SavedRanks, Saver, check_version
 from openrlhf.training.schedule import build_schedule, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Trajectory, Updated
@@ -154,7 +155,9 @@ class PPOTrainer(Generic[PolicyT]):
             policy = None if self.config.skips_old_log_probs else self.policy
             models = (policy, self.critic, self.teacher, self.reference)
             batch = Batch.of(finished, step.version, **self.config.batch_columns)
-            step.batch = with_outputs(batch, *models, step.number)
+            passes = begin_forward(batch, models)
+            step.metrics |= sample_metrics(step.samples, step.version)  # while the models compute
+            step.batch = with_outputs(batch, passes, step.number)
         announce(self.hooks, Hook.scored, step)
 
         step.batch, metrics = self.assign_advantages(step.batch, finished)

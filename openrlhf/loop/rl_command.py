@@ -49,7 +49,6 @@ from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
-from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
@@ -127,6 +126,7 @@ class RLRun:
         """Starts the run's processes on the reserved resources, trains, exports the models and ends the
         processes."""
         heap.freeze()
+        heap.keep()
         config, prompts = self.config, len(self.data.prompts)
         texts = self.data.texts if config.learns else None
         updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
@@ -251,7 +251,6 @@ def build_trainer(
         hooks=[
             *attached("rl", config, prompts=prompts),
             PhaseMemory(take=roles.peak_memory),
-            RolloutMetrics(),
             observer,
             *build_hooks(config.train.hooks),
         ],

@@ -48,7 +48,7 @@ from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
-from openrlhf.observability.rollout_metrics import RolloutMetrics
+from openrlhf.observability.rollout_metrics import sample_metrics
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
@@ -57,7 +57,7 @@ from openrlhf.training.advantages import advantage_arguments, compute_advantages
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
-from openrlhf.training.outputs import with_outputs
+from openrlhf.training.outputs import begin_forward, with_outputs
 from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
 from openrlhf.training.schedule import build_schedule
@@ -344,7 +344,7 @@ class Run:
         step = Step(number=self.step, version=self.version, samples=samples, metrics=self._measured)
         self._measured = {}
         if samples:
-            announce([RolloutMetrics()], Hook.scored, step)
+            step.metrics |= sample_metrics(samples, self.version)
             announce([self._observer], Hook.trained, step)
         step.metrics |= own
         announce([self._observer, *self._hooks], Hook.ended, step)
@@ -413,7 +413,7 @@ class Run:
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
         self._num_episodes = num_samples(step.finished)
         batch = Batch.of(step.finished, self.version, **config.batch_columns)
-        step.batch = with_outputs(batch, *models, step.number)
+        step.batch = with_outputs(batch, begin_forward(batch, models), step.number)
         announce(self._hooks, Hook.scored, step)
         step.batch, metrics = self._assign(step.batch, step.finished, advantages)
         step.metrics |= metrics

@@ -7,16 +7,12 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.types import Metrics, Trajectory, not_none
 
 
-class RolloutMetrics(Hook):
-    """Adds the metrics of a step's samples to those of the step."""
-
-    def scored(self, step: Step) -> None:
-        step.metrics |= rollout_metrics(step.samples, step.version)
-        step.metrics |= source_metrics(step.samples, step.version)
+def sample_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
+    """Returns the `rollout/...` metrics of all samples and those of each source."""
+    return rollout_metrics(trajectories, version) | source_metrics(trajectories, version)
 
 
 OF_SOURCES = (
@@ -57,13 +53,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics
         metrics[f"rollout/{outcome.value}_count"] = float(count)
     if not finished:
         return metrics
+    actions = [t.action_ids for t in finished]
     return (
         _extra_means([t for t in finished if t.is_first])
         | _reward_and_length(finished)
         | _staleness(finished, version)
         | _nuclei(finished)
-        | _duplicates(finished)
-        | _repetition(finished)
+        | _duplicates(finished, actions)
+        | _repetition(actions)
         | metrics
     )
 
@@ -129,12 +126,12 @@ def _nuclei(finished: Sequence[Trajectory]) -> Metrics:
     }
 
 
-def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
+def _duplicates(finished: Sequence[Trajectory], actions: Sequence[np.ndarray]) -> Metrics:
     """Returns the fraction of duplicates among all but the first samples of each group. A duplicate has the
     same actions as an earlier sample of its group: 0 if all differ, 1 if all are equal."""
     groups: dict[tuple[int, int], list[bytes]] = defaultdict(list)
-    for t in finished:
-        groups[t.group].append(t.action_ids.tobytes())
+    for t, own in zip(finished, actions, strict=True):
+        groups[t.group].append(own.tobytes())
     with_earlier = sum(len(answers) - 1 for answers in groups.values())
     if not with_earlier:
         return {}
@@ -142,26 +139,36 @@ def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
     return {"rollout/duplicate_ratio": repeated / with_earlier}
 
 
-def _repetition(finished: Sequence[Trajectory]) -> Metrics:
+def _repetition(actions: Sequence[np.ndarray]) -> Metrics:
     """Returns the fraction of a sample's 4-grams that occurred earlier in the sample, as a mean over samples
     with at least one 4-gram: 0 without repetition, near 1 if one token is repeated."""
-    fractions = [_repeated_fraction(actions) for t in finished if len(actions := t.action_ids) >= 4]
+    long_enough = [own for own in actions if len(own) >= 4]
+    blocks = [long_enough[start : start + BLOCK] for start in range(0, len(long_enough), BLOCK)]
+    fractions = [fraction for block in blocks for fraction in _repeated_fractions(block)]
     return {"rollout/repetition_ratio": fmean(fractions)} if fractions else {}
 
 
+BLOCK = 32
+"""Number of samples whose 4-grams are hashed at a time: their numbers fit a core's cache."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Multiplier of the 4-gram hash: odd, with well-mixed bits (2^64 divided by the golden ratio)."""
 
 
-def _repeated_fraction(actions: np.ndarray) -> float:
-    """Returns the fraction of repeated 4-grams among (A,) actions, A >= 4. 4-grams are compared by 64-bit
-    hashes: among a million, the probability that any two different ones collide is 3e-8."""
-    ids = actions.astype(np.uint64)
-    hashes = ids[:-3]
+def _repeated_fractions(samples: Sequence[np.ndarray]) -> list[float]:
+    """Returns the fraction of repeated 4-grams among the actions of each sample, at least 4. 4-grams are
+    compared by 64-bit hashes: among a million, the probability that any two different ones collide is
+    3e-8."""
+    ids = np.concatenate(samples).astype(np.uint64)
+    hashes = ids[:-3].copy()
     for shift in (1, 2, 3):
-        hashes = hashes * FACTOR + ids[shift : len(ids) - 3 + shift]
-    hashes.sort()
-    return float(np.count_nonzero(hashes[1:] == hashes[:-1])) / len(hashes)
+        hashes *= FACTOR
+        hashes += ids[shift : len(hashes) + shift]
+    ends = np.cumsum([len(own) for own in samples]) - 3
+    starts = np.concatenate([[0], ends[:-1] + 3])  # 4-grams of two samples lie between them
+    for start, end in zip(starts, ends, strict=True):
+        hashes[start:end].sort()
+    repeated = np.concatenate([[0], (hashes[1:] == hashes[:-1]).cumsum()])
+    return ((repeated[ends - 1] - repeated[starts]) / (ends - starts)).tolist()
 
 
 def _extra_means(finished: Sequence[Trajectory]) -> Metrics:

@@ -15,7 +15,7 @@ from openrlhf.algorithms.advantages.groups import group_std, is_singleton
 from openrlhf.algorithms.advantages.returns import explained_variance, token_rewards
 from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.mismatch import mismatch_metrics
-from openrlhf.algorithms.reductions import mean, whiten
+from openrlhf.algorithms.reductions import BLOCK, blockwise, mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import PENALTIES, AlgoConfig, PPOConfig, RewardConfig
 from openrlhf.types import Batch, Metrics, Trajectory, as_tensor
@@ -53,12 +53,11 @@ def compute_advantages(
     step = step_view(batch, samples, algo=algo, reward=reward, max_new_tokens=max_new_tokens, tasks=tasks)
     counts, log_probs, ref_log_probs = step.counts, step.log_probs, step.ref_log_probs
     shaped = estimator.shape(step).to(step.rewards.dtype)
-    sources = list({t.sample: t.prompt.source for t in samples}.values())
     for source, name in tasks.get("estimator", {}).items():
+        sources = {t.sample: t.prompt.source for t in samples}.values()
         is_own = torch.tensor([source == other for other in sources])
         shaped = ESTIMATORS[name]().shape(step).where(is_own, shaped)
     clipped = clip(shaped, *reward.clip_range)[step.episodes]
-    zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, as_tensor(batch.teacher_log_probs), torch.sub)
     turn_rewards = rewards_of_earlier_turns(samples) if estimator.discounts else None
@@ -67,7 +66,8 @@ def compute_advantages(
     coef: float | Tensor = 0.0 if algo.kl.use_loss else kl_coef
     if own := tasks.get("kl_coef"):
         coef = torch.tensor([own.get(t.prompt.source, kl_coef) for t in samples]).repeat_interleave(counts)
-    per_action = token_rewards(clipped, zeros if kl is None else kl, counts, coef)
+    penalised = torch.zeros(int(counts.sum())) if kl is None else kl
+    per_action = token_rewards(clipped, penalised, counts, coef)
     if turn_rewards is not None:
         per_action = per_action + turn_rewards
     if to_teacher is not None:
@@ -77,6 +77,7 @@ def compute_advantages(
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
     batch = replace(batch, advantages=advantages.numpy(), returns=returns.numpy())
+    center = mean(advantages)
     metrics = _reward_metrics(step.rewards, step.group_ids) | {
         "reward/clipped_fraction": float((clip(shaped, *reward.clip_range) != shaped).double().mean()),
         "reward/shaped_min": float(shaped.min()),
@@ -84,7 +85,7 @@ def compute_advantages(
         "reward/return_mean": _total(per_action) / len(counts),
         "advantage/mean": _total(advantages) / max(1, len(advantages)),
         "advantage/abs_mean": float(mean(advantages.abs())),
-        "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
+        "advantage/std": float(mean(blockwise(lambda a: (a - center) ** 2, advantages)).sqrt()),
         "kl/coef": kl_coef,
     }
     if to_teacher is not None:
@@ -92,7 +93,7 @@ def compute_advantages(
     if step.values is not None:
         metrics["critic/explained_variance"] = explained_variance(step.values, returns)
     if batch.log_probs is not None:
-        metrics |= log_prob_metrics(batch, algo.kl.estimator)
+        metrics |= log_prob_metrics(batch, algo.kl.estimator, kl)
     return batch, metrics
 
 
@@ -126,10 +127,10 @@ def rewards_of_earlier_turns(samples: Sequence[Trajectory]) -> Tensor | None:
     return torch.cat(rows)
 
 
-def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
+def log_prob_metrics(batch: Batch, estimator: str, kl: Tensor | None = None) -> Metrics:
     """Returns metrics of the mismatch between policy and sampler and, with a reference, of the KL to the
     reference. `kl/mean` is the input of the KL controller. The batch must have the policy's log-probs before
-    the update."""
+    the update. `kl`: their KL estimates (A,), if known."""
     assert batch.log_probs is not None
     log_probs = torch.from_numpy(batch.log_probs)
     rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), as_tensor(batch.staleness)
@@ -137,7 +138,9 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
     metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness, counts)
     if batch.ref_log_probs is not None:
         ref_log_probs = torch.from_numpy(batch.ref_log_probs)
-        metrics["kl/mean"] = float(mean(approx_kl(log_probs, ref_log_probs, estimator)))
+        if kl is None:
+            kl = blockwise(partial(approx_kl, estimator=estimator), log_probs, ref_log_probs)
+        metrics["kl/mean"] = float(mean(kl))
         metrics["kl/log_ratio_mean"] = float(mean(log_probs - ref_log_probs))
     return metrics
 
@@ -154,8 +157,9 @@ def step_view(
     """Returns the samples as an estimator sees them. It groups sequences into episodes, each of which has one
     reward."""
     numbers: dict[tuple, int] = {}
-    parts = torch.tensor([numbers.setdefault(t.sample, len(numbers)) for t in samples])
-    last = list({t.sample: t for t in samples}.values())
+    keys = [t.sample for t in samples]
+    parts = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+    last = list(dict(zip(keys, samples, strict=True)).values())
     groups: dict[tuple[int, int], int] = {}
     counts = torch.from_numpy(batch.num_actions)
     turns = torch.tensor([max(1, len(t.turn_starts)) for t in samples])
@@ -210,16 +214,16 @@ def _penalised(
 def _total(values: Tensor) -> float:
     """Returns the sum, rounded to 0 if it is within float32 rounding error of 0: less than a millionth of the
     sum of absolute values."""
-    values = values.double()
-    total = float(values.sum())
-    return total if abs(total) > 16 * 2**-24 * float(values.abs().sum()) else 0.0
+    total = float(values.double().sum())
+    largest = sum(float(part.double().abs().sum()) for part in values.split(BLOCK))
+    return total if abs(total) > 16 * 2**-24 * largest else 0.0
 
 
 def _difference(
     log_probs: Tensor | None, others: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
     """Returns `measure` of both log-probs, (A,); None if one of them is None."""
-    return None if log_probs is None or others is None else measure(log_probs, others)
+    return None if log_probs is None or others is None else blockwise(measure, log_probs, others)
 
 
 def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:

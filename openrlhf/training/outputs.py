@@ -1,30 +1,31 @@
 """The numbers that a run's models give for the actions of a batch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from openrlhf.backends.base import ModelRanks
+from openrlhf.backends.base import ModelRanks, Pending
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.types import Batch
 
 # bounded .result(): the cluster's watchdog ends calls to processes that make no progress.
 
 
-def with_outputs(
-    batch: Batch,
-    policy: ModelRanks | None,
-    critic: ModelRanks | None,
-    teacher: ModelRanks | None,
-    reference: ModelRanks | None,
-    step: int,
-) -> Batch:
-    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values; it has
-    no column of a model that is None. Raises RunError for an output that is not finite."""
-    models = (policy, critic, teacher, reference)
-    pending = [model.forward(batch) if model else None for model in models]
-    answers = [p.result() if p else None for p in pending]
+Forward = Pending[np.ndarray] | None
+"""A model's forward pass of a batch; None for a model that the run has not, or whose numbers no one needs."""
+
+
+def begin_forward(batch: Batch, models: Iterable[ModelRanks | None]) -> list[Forward]:
+    """Begins the forward pass of each model, and does not wait for it."""
+    return [model.forward(batch) if model else None for model in models]
+
+
+def with_outputs(batch: Batch, passes: Sequence[Forward], step: int) -> Batch:
+    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values.
+    `passes`: the forward passes of policy, critic, teacher and reference, in this order; the batch has no
+    column of a model without one. Raises RunError for an output that is not finite."""
+    answers = [p.result() if p else None for p in passes]
     check_outputs(zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), step)
     log_probs, values, of_teacher, of_reference = answers
     return replace(

@@ -65,19 +65,16 @@ def training_schedule(
     """
     rng = random.Random(repr(seed))
     units = [[i] for i in trained_on] if groups is None else _grouped(trained_on, groups)
-    starts = np.cumsum([0, *lengths])
     steps = []
     num_batches = min(num_batches, len(units))
     for _ in range(epochs):
         order = rng.sample(units, len(units))
         for b in range(num_batches):
             of_step = [i for unit in order[b::num_batches] for i in unit]
-            sizes = [lengths[i] for i in of_step]
             if token_ids is None:
-                parts = partition(sizes, num_ranks)
+                parts = partition([lengths[i] for i in of_step], num_ranks)
             else:
-                of_tokens = np.concatenate([token_ids[starts[i] : starts[i + 1]] for i in of_step])
-                parts = parts_of_related(of_tokens, sizes, num_ranks)
+                parts = parts_of_related(token_ids, lengths, num_ranks, of_step)
             steps.append([[of_step[i] for i in part] for part in parts])
     return steps
 

@@ -1,5 +1,6 @@
 """heap.py, in processes of their own, because it changes the caller's garbage collector."""
 
+import ctypes
 import subprocess
 import sys
 
@@ -30,3 +31,14 @@ def test_a_process_that_did_not_grow_and_one_that_has_frozen_stay_as_they_are() 
         "heap.freeze(); print(gc.get_freeze_count() == count)"
     )
     assert printed(code) == ["0", "True"]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_the_memory_of_a_freed_array_is_kept_for_the_next_one() -> None:
+    code = (
+        "import resource; import numpy as np; from openrlhf import heap\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def pages(): before = faults(); np.empty(64 << 20, np.uint8).fill(1); return faults() - before\n"
+        "heap.keep(); pages(); print(pages() < 10)"
+    )
+    assert printed(code) == ["True"]

@@ -82,8 +82,8 @@ class Hook(Selectable):
         """The samples have been collected."""
 
     def scored(self, step: Step) -> None:
-        """`batch` has the log-probs of policy, reference and teacher and the values of the critic. The run's
-        record adds the metrics of the samples; in a loop of one's own `log` does."""
+        """`batch` has the log-probs of policy, reference and teacher and the values of the critic, `metrics`
+        those of the samples; in a loop of one's own `log` adds the latter."""
 
     def advantages(self, step: Step) -> None:
         """`batch` has advantages and returns, `metrics` theirs and those of rewards."""

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.algorithms.reductions import (
+    BLOCK,
+    blockwise,
     constant_length_mean,
     mean,
     prompt_mean,
@@ -100,3 +102,13 @@ def test_whiten():
     assert not whiten(torch.full((4096,), 1.1)).any()  # their float32 mean is another number
     by_rounding = torch.tensor([1.0, 1 + 2**-23])
     assert whiten(by_rounding).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_block_by_block_an_expression_has_the_bits_that_it_has_as_a_whole(size: int) -> None:
+    torch.manual_seed(size)
+    x, y = torch.randn(2, size)
+    kl = lambda a, b: (b - a).exp() - 1 - (b - a)
+    assert torch.equal(blockwise(kl, x, y), kl(x, y))
+    weights = blockwise(lambda a: a.double().exp(), x)
+    assert weights.dtype == torch.double and torch.equal(weights, x.double().exp())

@@ -15,8 +15,8 @@ from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.ppo_checks import ppo_problems
 from openrlhf.data.batches import Dataset, MiniBatches
 from openrlhf.data.preference import PairDataset
-from openrlhf.data.prefixes import REPEATED_TOKEN
-from openrlhf.data.related import identities, rows_of_related
+from openrlhf.data.prefixes import REPEATED_TOKEN, Neighbours
+from openrlhf.data.related import identities, parts_of_related, rows_of_related
 from openrlhf.data.store import SampleStore
 from openrlhf.data.unpaired import UnpairedDataset
 from openrlhf.training.schedule import training_schedule
@@ -224,3 +224,29 @@ def test_a_step_has_room_for_the_samples_of_a_prompt(batch_size: int, problems: 
     )
     found = [problem.key for problem in ppo_problems(config, {}) if "shuffle" in problem.key]
     assert found == problems
+
+
+def test_the_models_of_a_step_compare_its_sequences_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    original = Neighbours.of
+    monkeypatch.setattr(
+        Neighbours, "of", lambda cells, n: compared.append(cells[20, 0]) or original(cells, n)
+    )
+    prompt, lengths = [*range(20, 40)], [21] * 8
+    first, other = (np.array(([*prompt, end] * 8), np.int32) for end in (1, 2))
+    parts = [parts_of_related(identities(ids, lengths), lengths, 2) for ids in (first, first, other, first)]
+    assert compared == [1, 2, 1]
+    assert parts[0] == parts[1] == parts[3] and sorted(i for part in parts[0] for i in part) == [*range(8)]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=20), st.randoms())
+def test_neighbours_of_some_sequences_are_those_of_a_comparison_of_these_alone(
+    sequences: list[list[int]], rng: Any
+) -> None:
+    compare = lambda chosen: Neighbours.of(
+        np.array([x for own in chosen for x in own], np.int32)[:, None], np.array([len(x) for x in chosen])
+    )
+    indices = rng.sample(range(len(sequences)), rng.randrange(1, len(sequences) + 1))
+    found = compare(sequences).select(np.array(indices), np.array([len(x) for x in sequences]))
+    expected = compare([sequences[i] for i in indices])
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]

@@ -38,7 +38,7 @@ from openrlhf.loop.rl import PPOTrainer
 from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
 from openrlhf.training import schedule
-from openrlhf.training.outputs import with_outputs
+from openrlhf.training.outputs import begin_forward, with_outputs
 from openrlhf.types import Outcome, Prompt, Purpose, Trajectory, runs
 
 
@@ -279,9 +279,10 @@ def test_the_output_of_each_model_is_a_column_of_its_own():
     policy, critic, teacher, reference = (Model([], "", log_prob) for log_prob in (-1, -2, -3, -4))
     sampled = batch_of([trajectory(1.0, [2, 3])])
     columns = lambda batch: (batch.log_probs, batch.values, batch.teacher_log_probs, batch.ref_log_probs)
-    found = columns(with_outputs(sampled, policy, critic, teacher, reference, step=1))
+    passes = begin_forward(sampled, (policy, critic, teacher, reference))
+    found = columns(with_outputs(sampled, passes, step=1))
     assert [column.tolist() for column in found] == [[-1, -1], [-2, -2], [-3, -3], [-4, -4]]
-    assert columns(with_outputs(sampled, None, None, None, None, step=1)) == (None, None, None, None)
+    assert columns(with_outputs(sampled, [None] * 4, step=1)) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("name", ["policy", "reference"])

@@ -1,4 +1,5 @@
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.observability.rollout_metrics import rollout_metrics, source_metrics
+from openrlhf.observability.rollout_metrics import BLOCK, rollout_metrics, source_metrics
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.word_problem import make_problems, worked_problem
 from openrlhf.tools.doctor.symptoms import RULES
@@ -141,6 +142,15 @@ def test_what_an_answer_said_before_is_repetition():
     metrics = rollout_metrics([trajectory(1.0, actions) for actions in answers], 3)
     assert metrics["rollout/repetition_ratio"] == pytest.approx((1 / 6 + 3 / 4 + 0) / 3)
     assert "rollout/repetition_ratio" not in rollout_metrics([trajectory(1.0, (1, 1, 1))], 3)
+
+
+def test_the_repetition_of_many_answers_is_the_mean_of_that_of_each():
+    rng = random.Random(0)
+    answers = [tuple(rng.choices(range(3), k=rng.randrange(1, 30))) for _ in range(3 * BLOCK + 1)]
+    runs = [[actions[i : i + 4] for i in range(len(actions) - 3)] for actions in answers]
+    expected = statistics.fmean(1 - len(set(own)) / len(own) for own in runs if own)
+    metrics = rollout_metrics([trajectory(1.0, actions) for actions in answers], 3)
+    assert metrics["rollout/repetition_ratio"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_limit_of_repetition_is_between_good_and_degenerate_answers():

@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[Any, str, Callable]] = {
     "mismatch/kl": (
         mismatch,
         "_mismatch",
-        lambda log_ratio, right=mismatch._mismatch: right(-log_ratio),
+        lambda log_ratio, distance, right=mismatch._mismatch: right(-log_ratio, distance),
     ),
     "kl/mean": (advantages, "approx_kl", lambda policy, reference, estimator: policy - reference),
     "critic/explained_variance": (
@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[Any, str, Callable]] = {
     "rollout/duplicate_ratio": (
         sample_metrics,
         "_duplicates",
-        lambda finished: {"rollout/duplicate_ratio": 0.0},
+        lambda finished, actions: {"rollout/duplicate_ratio": 0.0},
     ),
 }
 
