@@ -122,6 +122,7 @@ def refused(files, tmp_path, capsys, monkeypatch):
         assert stop.value.code == 2
         assert "Traceback" not in printed.err and printed.out == ""
         lines = [line for line in printed.err.strip().splitlines() if not WAITING.match(line)]
+        lines = [line for line in lines if not line.startswith("note: ")]
         assert sum(line.startswith("error: ") for line in lines) == problems
         assert lines[0].startswith("error: ")
         closing = "`openrlhf explain " in lines[-1]

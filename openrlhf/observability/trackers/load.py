@@ -64,7 +64,7 @@ def open_trackers(run: TrackedRun) -> list[Tracker]:
 
 def _find_class(name: str) -> type[Tracker]:
     text = (
-        f"there is no such tracker; use {', '.join(TRACKERS.names)},\n"
+        f"there is no such tracker; use {', '.join(sorted(TRACKERS.names))},\n"
         "or your own as folder/file.py:NAME or package.module:NAME"
     )
     return TRACKERS.choose(name, flag=FLAG, unknown=text)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from openrlhf.api import find_secrets, redact, run_environment
 from openrlhf.tools.command_line.installation import facts
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.doctor.diagnose import describe_state, diagnose
 from openrlhf.tools.doctor.record import RunRecord
 
@@ -22,7 +23,7 @@ COMMAND, CONFIG = "argv.txt", "config.yaml"
 
 def show_report(path: Path | None) -> int:
     """Prints the report of the installation, or of a run. Returns 0."""
-    run = RunRecord.of(path) if path else None
+    run = RunRecord(find_run(path)) if path else None
     print("\n".join(_lines(run)))
     return 0
 

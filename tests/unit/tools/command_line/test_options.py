@@ -19,7 +19,7 @@ CONFIGURED = {command.name for command in commands.COMMANDS}
 PLAN = {"cluster": None, "prompt_tokens": None, "response_tokens": None, "rows": None, "rates": None}
 LEAST: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("zsh", {"shell": "zsh"}),
-    "demo": ("", {"seed": 0, "steps": 30, "folder": Path("demo")}),
+    "demo": ("", {"model": "tiny", "seed": 0, "steps": 30, "folder": Path("demo")}),
     "init": (
         "",
         dict.fromkeys(("what", "model", "data", "gpus", "output", "reward"))
@@ -38,7 +38,9 @@ LEAST: dict[str, tuple[str, dict[str, Any]]] = {
         {"rows": 8, "tokens": 512, "layers": None, "no_ranks": False, "no_engine": False}
         | {"out": Path("verification.json")},
     ),
-    "doctor": ("", {"run": None, "model": None, "json": False}),
+    "doctor": ("", {"run": None, "model": None, "json": False, "report": False}),
+    "explain": ("conflict", {"error": ["conflict"]}),
+    "fetch": ("smollm2", {"model": "smollm2", "output": None}),
     "rollouts": (
         "run",
         {"run": Path("run"), "step": None, "prompt": None, "failed": False, "sort": None, "name": "step"}
@@ -55,7 +57,11 @@ OF_A_RUN_READ = {"cluster": "8xH100", "prompt_tokens": 2, "response_tokens": 3, 
     "rates": Path("r.json")
 }
 ALL: dict[str, tuple[str, dict[str, Any]]] = {
-    "demo": ("--seed 7 --steps 5 --folder f", {"seed": 7, "steps": 5, "folder": Path("f")}),
+    "demo": (
+        "--model smollm2 --seed 7 --steps 5 --folder f",
+        {"model": "smollm2", "seed": 7, "steps": 5, "folder": Path("f")},
+    ),
+    "fetch": ("--output o", {"output": Path("o")}),
     "init": (
         "--what sft --model m --data d --gpus 2 --output o --reward r --file f.yaml --yes",
         {"what": "sft", "model": "m", "data": "d", "gpus": "2", "output": "o", "reward": "r"}
@@ -69,7 +75,10 @@ ALL: dict[str, tuple[str, dict[str, Any]]] = {
         "--rows 2 --tokens 3 --layers 4 --no_ranks --no_engine --out o.json",
         {"rows": 2, "tokens": 3, "layers": 4, "no_ranks": True, "no_engine": True, "out": Path("o.json")},
     ),
-    "doctor": ("run --model m --json", {"run": Path("run"), "model": Path("m"), "json": True}),
+    "doctor": (
+        "run --model m --json --report",
+        {"run": Path("run"), "model": Path("m"), "json": True, "report": True},
+    ),
     "rollouts": (
         "--step 2 --prompt 3 --failed --sort score --name eval --limit 4",
         {"step": 2, "prompt": 3, "failed": True, "sort": "score", "name": "eval", "limit": 4},

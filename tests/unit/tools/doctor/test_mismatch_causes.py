@@ -377,7 +377,7 @@ def left_out(f: Folders) -> Case:
 def test_tasks_have_temperatures_of_their_own(
     cause: Callable[[Folders], Case], name: str, tmp_path: Path
 ) -> None:
-    found = diagnose(RunRecord.of(build(tmp_path, cause, of_task=0.6)))
+    found = diagnose(RunRecord(build(tmp_path, cause, of_task=0.6)))
     assert found[0].cause == f"gap: {name}" and found[0].confidence == "certain"
     if cause is left_out:
         assert "temperature 1 on one side, those of the tasks on the other" in " ".join(found[0].evidence)
