@@ -41,6 +41,8 @@ class ModelShape:
     """True if queries and keys are normalized."""
     experts: int = 0
     """Number of experts that compute a token; 0 without experts."""
+    tied: bool = False
+    """True if the head is the input embedding."""
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class ModelShape:
             keys=(number("num_key_value_heads") or heads) * size,
             normed_heads=normed_heads,
             experts=experts,
+            tied=not scalar and bool(getattr(config.get_text_config(), "tie_word_embeddings", False)),
         )
 
     def shard(self, ranks: int) -> Self:

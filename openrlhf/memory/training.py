@@ -147,7 +147,8 @@ def activations(
     shape: ModelShape, tokens: int, size: int, checkpointing: bool, gpu: int | None, *, on_host: bool
 ) -> int:
     """Returns the peak memory of activations in bytes: what all layers keep, plus the maximum of recomputing
-    one layer and computing the head."""
+    one layer and computing the head; or, if that is more, the gradients of a head and of the embedding that is
+    the same tensor, with their sum, which exist together when the backward pass ends."""
     layer = layer_bytes(shape, size)
     # Gradients of a layer's MLP and of its norm, in float32, which exist beside its activations.
     again = 3 * shape.intermediate * size + 4 * shape.hidden
@@ -158,7 +159,10 @@ def activations(
     # The last norm, the hidden states at actions, their gradients, and the gradients of the row's hidden
     # states.
     states = shape.hidden * (4 + 5 * size)
-    return tokens * kept + max(tokens * again, tokens * states + _head(shape, tokens, size, gpu))
+    passes = tokens * kept + max(tokens * again, tokens * states + _head(shape, tokens, size, gpu))
+    weights = shape.vocabulary * shape.hidden
+    is_tied = shape.tied and shape.trainable >= weights  # adapters leave both as they are
+    return max(passes, 3 * size * weights if is_tied else 0)
 
 
 def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:

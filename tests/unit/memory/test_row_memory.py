@@ -17,7 +17,7 @@ from openrlhf.config.supervised import TrainConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.memory.rows import memory_of_rows, most_tokens
 from openrlhf.memory.sizes import ModelShape
-from openrlhf.memory.training import RankMemory, layer_bytes, training_memory
+from openrlhf.memory.training import RankMemory, activations, layer_bytes, training_memory
 from openrlhf.models.attention import PACKED
 
 SIZES = {
@@ -150,6 +150,20 @@ def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> No
         # Both sides leave out what is counted with the hidden states: their gradient, and a chunk's again.
         made = work.peak - tokens * hidden * size - chunk * hidden * size
         assert made == pytest.approx(said - tokens * hidden * (4 + 5 * size), rel=0.03)
+
+
+def test_a_tied_head_has_two_gradients_and_their_sum() -> None:
+    """As the backward pass ends, which is more than what a short row of a small model keeps."""
+    tied = replace(SHAPE, vocabulary=10**6, trainable=10**9, tied=True)
+    needed = lambda shape, size: activations(shape, 4, size, False, None, on_host=False)
+    assert needed(tied, 4) == 3 * 4 * 10**6 * SHAPE.hidden
+    untied = needed(replace(tied, tied=False), 4)
+    assert needed(replace(tied, trainable=1000), 4) == untied < needed(tied, 4)  # adapters
+    assert needed(tied, 2) == needed(replace(tied, tied=False), 2)  # float32 copies of head and gradient
+    long = 10**6  # tokens whose activations exceed it
+    assert activations(tied, long, 4, False, None, on_host=False) == activations(
+        replace(tied, tied=False), long, 4, False, None, on_host=False
+    )
 
 
 def test_a_step_of_the_optimizer_may_need_more_than_a_short_row() -> None:
