@@ -67,6 +67,12 @@ KEY_METRICS = {
 }
 """Metric on a step's line -> its label there. Metrics of evaluations are on the line too."""
 
+LEGEND = {
+    "uniform": "fraction of samples whose whole group has one reward",
+    "gap": "mean difference of log-probs, sampler and trainer",
+}
+"""Labels that do not explain themselves -> their meaning, which the first line with them is followed by."""
+
 EVALUATION_METRICS_SHOWN = 6
 EVALUATION_DETAILS = ("num_samples", "response_length_mean", "truncated_rate")
 """Suffixes of evaluation metrics that are not on the line."""
@@ -107,6 +113,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._clock = StepClock(now=now())
         self._pending = PendingSteps()
         self._last_report = now()
+        self._unexplained = dict(LEGEND)
         self._bars: TerminalBars | None = None
         self._closed = threading.Event()
         self._last_line = time.monotonic()
@@ -190,7 +197,8 @@ class Progress(AbstractContextManager["Progress"]):
             return
         of_total = f"/{self._clock.total}" if self._clock.total else ""
         steps = f" ({pending.count} steps)" if pending.count > 1 else ""
-        figures = [f"{name} {format_number(value)}" for name, value in self._chosen(pending.means())]
+        chosen = self._chosen(pending.means())
+        figures = [f"{name} {format_number(value)}" for name, value in chosen]
         durations = {name: format_duration(s) for name, s in pending.seconds().items()}
         total = durations.pop("step_total")
         phases = " + ".join(f"{name} {text}" for name, text in durations.items())
@@ -198,6 +206,9 @@ class Progress(AbstractContextManager["Progress"]):
         left = f"eta {format_duration(eta)}" if eta else ""
         parts = [f"step {pending.last}{of_total}{steps}", *figures, phases, f"total {total}", left]
         self._print("  ".join(filter(None, parts)))
+        meanings = {label: self._unexplained.pop(label, "") for label, _ in chosen}
+        if legend := "; ".join(f"{label}: {meaning}" for label, meaning in meanings.items() if meaning):
+            self._print(f"  {legend}")
         self._last_report = self._now()
 
     def _chosen(self, metrics: "Metrics") -> list[tuple[str, float]]:

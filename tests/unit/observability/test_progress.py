@@ -156,6 +156,19 @@ def test_quick_steps_share_a_line_of_their_means():
     ]
 
 
+def test_labels_that_need_a_word_get_it_once():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(stream=stream, now=clock) as progress:
+        progress.start(4)
+        for i in clock.passing(4, 10):
+            late = {"mismatch/abs_diff_mean": 1e-4} if i else {}
+            progress.step(i + 1, {"policy/loss": 1.0, "reward/zero_std_fraction": 0.5} | late)
+    first, second, *rest = [i for i, line in enumerate(lines_of(stream)) if line.startswith(" ")]
+    assert lines_of(stream)[first].startswith("  uniform: ") and "uniform" in lines_of(stream)[first - 1]
+    assert lines_of(stream)[second].startswith("  gap: ") and "gap" in lines_of(stream)[second - 1]
+    assert not rest
+
+
 def test_seconds_of_a_phase_are_those_of_a_step():
     stream, clock = io.StringIO(), Clock()
     with Progress(stream=stream, now=clock) as progress:

@@ -88,8 +88,9 @@ def test_a_run_whose_rewards_never_differ_ends_with_the_likely_cause(tmp_path, c
     observer.close()
     lines = capsys.readouterr().out.splitlines()
     assert "step 1/3  reward 0  uniform 0.75" in lines[0]
+    assert "uniform: " in lines[1]
     assert "3 steps" in lines[-1]
-    for line in (lines[1], lines[-1]):
+    for line in (lines[2], lines[-1]):
         assert line.index("reward function") < line.index("label") < line.index("prompts")
     assert [row["step"] for row in read_jsonl(folder.health_path)] == [1, 3]
 
