@@ -41,7 +41,8 @@ def main() -> None:
             for seed in row.seeds if options.seed is None else (options.seed,):
                 outcome = repeat(row, seed, options)
                 print(f"{row.name}, seed {seed}: {described(outcome)}", flush=True)
-                write(row.name, seed, outcome, options.results)
+                if options.steps is None:
+                    write(row.name, seed, outcome, options.results)
 
 
 def parse_options() -> argparse.Namespace:
@@ -55,7 +56,7 @@ def parse_options() -> argparse.Namespace:
     what.add_argument("--page", action="store_true", help="write the tables of docs/results.md")
     parser.add_argument("--seed", type=int, help="default: every seed of the row")
     parser.add_argument("--check", action="store_true", help="compare with the results, and write nothing")
-    parser.add_argument("--steps", type=int, help="default: those of the row, which a repetition needs")
+    parser.add_argument("--steps", type=int, help="try another number of steps, and write nothing")
     parser.add_argument(
         "--folder", type=Path, default=Path("reproduce"), help="keeps models and runs (default: reproduce)"
     )

@@ -66,7 +66,7 @@ def _rows() -> Iterator[Row]:
         quick = method in ("grpo", "dpo")
         yield Row(model="tiny", task_name="words", method_name=method, steps=8, quick=quick)
     for task, steps in (("arithmetic", 8), ("chain_sum", 8), ("spell_backward", 15), ("guess_number", 30)):
-        yield Row(model="tiny", task_name=task, method_name="grpo", steps=steps, quick=task == "arithmetic")
+        yield Row(model="tiny", task_name=task, method_name="grpo", steps=steps)
     yield Row(model="tiny", task_name="countdown", method_name="grpo", steps=20, seeds=(0,))
     yield Row(model="tiny", task_name="arithmetic", method_name="trl_grpo", steps=8)
     for task, method in (

@@ -4,6 +4,7 @@
 
 import random
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -55,6 +56,23 @@ def test_a_repetition_agrees_if_it_reaches_the_range_of_the_seeds() -> None:
     assert agrees(with_score(84), known)  # 0.328 (0.247 - 0.421)
     assert not agrees(with_score(64), known)  # 0.25 (0.178 - 0.339)
     assert agrees(with_score(246), known) and not agrees(with_score(256), known)  # from 0.906, from 0.966
+
+
+def check(monkeypatch: pytest.MonkeyPatch, folder: Path, solved: list[int]) -> str:
+    """Returns what `--check` says of a row whose repetitions solve these numbers, one after the other."""
+    options = Namespace(results=folder, seed=None)
+    monkeypatch.setattr(reproduce, "repeat", lambda row, seed, options: with_score(solved.pop(0)))
+    return reproduce.difference(ROWS["tiny-words-grpo"], options)
+
+
+def test_a_check_fails_if_two_seeds_leave_the_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no results" in check(monkeypatch, tmp_path, [])
+    write("tiny-words-grpo", 0, with_score(128), tmp_path)
+    assert check(monkeypatch, tmp_path, [130]) == ""
+    assert check(monkeypatch, tmp_path, [10, 130]) == ""
+    assert "0.039 after training, and the results have 0.500" in check(monkeypatch, tmp_path, [20, 10])
 
 
 def test_the_goal_is_the_first_step_that_reaches_it() -> None:
