@@ -1,4 +1,4 @@
-"""What a row measures, its confidence intervals, and the comparison of two measurements."""
+"""Outcomes of rows, their confidence intervals, and the comparison of two outcomes."""
 
 import json
 from collections.abc import Iterable, Mapping
