@@ -116,13 +116,15 @@ def difference(row: Row, options: argparse.Namespace) -> str:
     known = read(row.name, options.results)
     if not known:
         return f"{row.name}: no results in {options.results}"
+    found = []
     for seed in row.seeds[:2] if options.seed is None else (options.seed,):
         outcome = repeat(row, seed, options)
         print(f"{row.name}, seed {seed}: {described(outcome)}", flush=True)
         if agrees(outcome, known.values()):
             return ""
-    scores = ", ".join(f"{one.after.fraction:.3f}" for one in known.values())
-    return f"{row.name}: {outcome.after.fraction:.3f} after training, and the results have {scores}"
+        found.append(outcome)
+    got, expected = (", ".join(f"{one.after.fraction:.3f}" for one in of) for of in (found, known.values()))
+    return f"{row.name}: {got} after training, and the results have {expected}"
 
 
 def described(outcome: Outcome) -> str:

@@ -86,7 +86,7 @@ def flags(row: Row, seed: int, output: Path) -> dict[str, Any]:
 
 def evaluate(row: Row, seed: int, model: str, folder: Path) -> Score:
     """Scores a model in a run of its own."""
-    own = {"algo.advantage.estimator": "group_norm", "algo.kl.init_coef": 0}
+    own: dict[str, Any] = {"algo.advantage.estimator": "group_norm", "algo.kl.init_coef": 0}
     with rl.Run(actor=model, **flags(row, seed, folder / row.name) | own) as program:
         (problems,) = program.prompts(str(folder / "eval.jsonl"))
         return score(row, program, problems)

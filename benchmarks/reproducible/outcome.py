@@ -74,9 +74,9 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        scores = {name: Score(**values[name]) for name in ("before", "after")}
-        goal = Goal(**values["goal"]) if values["goal"] else None
-        return cls(**{**values, **scores, "goal": goal})
+        read: dict[str, Any] = {name: Score(**values[name]) for name in ("before", "after")}
+        read["goal"] = Goal(**values["goal"]) if values["goal"] else None
+        return cls(**{**values, **read})
 
 
 def find_goal(

@@ -72,7 +72,7 @@ def test_a_check_fails_if_two_seeds_leave_the_intervals(
     write("tiny-words-grpo", 0, with_score(128), tmp_path)
     assert check(monkeypatch, tmp_path, [130]) == ""
     assert check(monkeypatch, tmp_path, [10, 130]) == ""
-    assert "0.039 after training, and the results have 0.500" in check(monkeypatch, tmp_path, [20, 10])
+    assert "0.078, 0.039 after training, and the results have 0.500" in check(monkeypatch, tmp_path, [20, 10])
 
 
 def test_the_goal_is_the_first_step_that_reaches_it() -> None:
