@@ -89,7 +89,7 @@ class Setting:
         return parse(PPO, shlex.split(self.flags)).config
 
     @property
-    def problems(self) -> list[dict[str, str]]:
+    def problems(self) -> list[dict[str, Any]]:
         with open(self.prompts) as file:
             return [json.loads(line) for line in file]
 
@@ -176,15 +176,20 @@ def prepare(options: argparse.Namespace, folder: Path) -> Setting:
     )
 
 
-def train_policy(files: Any, folder: Path) -> None:
-    """Trains the policy by the demo's supervised phases."""
+def train_policy(files: Any, folder: Path, seed: int = 0) -> None:
+    """Trains the policy by the demo's supervised phases: `base` and `sft` in `folder`."""
     for flags in (
         f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable "
         f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} {demo.PRETRAIN}",
         f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} --data.output_key output "
         f"--data.apply_chat_template --ckpt.output_dir {folder / 'sft'} {demo.CHAT}",
     ):
-        run_process(["-m", "openrlhf.cli.train_sft", *shlex.split(f"{flags} {demo.SFT_FLAGS}")], threads=1)
+        train_supervised(f"{flags} --train.seed {seed}")
+
+
+def train_supervised(flags: str) -> None:
+    """Runs `openrlhf sft` with these flags and those of the demo's supervised phases."""
+    run_process(["-m", "openrlhf.cli.train_sft", *shlex.split(f"{flags} {demo.SFT_FLAGS}")], threads=1)
 
 
 def measure(options: argparse.Namespace, setting: Setting) -> dict[tuple[str, int], list[Run]]:
@@ -257,51 +262,61 @@ def ours(setting: Setting, more: str = "") -> Run:
 
 
 def trl(setting: Setting) -> Run:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-    from trl import GRPOConfig, GRPOTrainer
-
     stopwatch = new_stopwatch()
-    arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=setting.batch_size * setting.num_samples,
-        num_generations=setting.num_samples,
-        max_completion_length=setting.max_new_tokens,
-        max_steps=setting.steps,
-        learning_rate=setting.learning_rate,
-        lr_scheduler_type="constant",
-        beta=0.0,
-        bf16=False,
-        use_cpu=DEVICE_TYPE == "cpu",
-        seed=setting.seed,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32"),
-        reward_funcs=verifier,
-        args=arguments,
-        train_dataset=Dataset.from_list(
-            [
-                {"prompt": [{"role": "user", "content": p["input"]}], "label": p["label"]}
-                for p in setting.problems
-            ]
-        ),
-        processing_class=AutoTokenizer.from_pretrained(setting.model),
-        callbacks=[stopwatch],
-    )
-    trainer.remove_callback(PrinterCallback)
+    trainer = grpo_trainer(setting, verifier, stopwatch, beta=0.0)
     trainer.train()
     logs = [row for row in trainer.state.log_history if "completions/mean_length" in row]
     return Run(
         step=statistics.median(stopwatch.seconds[setting.warmup :]),
-        samples=not_none(arguments.generation_batch_size),
+        samples=not_none(trainer.args.generation_batch_size),
         length=statistics.mean(row["completions/mean_length"] for row in logs[setting.warmup :]),
         rewards=[row["reward"] for row in logs],
     )
+
+
+def grpo_trainer(
+    setting: Setting, reward: Callable, callback: Any, *, optimizer_steps: int = 1, **arguments: Any
+) -> Any:
+    """Builds TRL's trainer. `setting.steps`: batches of samples, with `optimizer_steps` each. `arguments`: of
+    GRPOConfig."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32"),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=setting.batch_size * setting.num_samples // optimizer_steps,
+            steps_per_generation=optimizer_steps,
+            num_generations=setting.num_samples,
+            max_completion_length=setting.max_new_tokens,
+            max_steps=setting.steps * optimizer_steps,
+            learning_rate=setting.learning_rate,
+            lr_scheduler_type="constant",
+            bf16=False,
+            use_cpu=DEVICE_TYPE == "cpu",
+            seed=setting.seed,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=Dataset.from_list(
+            [{"prompt": as_messages(row["input"]), "label": row["label"]} for row in setting.problems]
+        ),
+        processing_class=AutoTokenizer.from_pretrained(setting.model),
+        callbacks=[callback],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def as_messages(prompt: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def verifier(completions: list[list[dict]], label: list[str], **others) -> list[float | None]:

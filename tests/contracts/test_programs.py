@@ -11,7 +11,11 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(
     path.relative_to(ROOT) for folder in ("benchmarks", "tools") for path in (ROOT / folder).glob("*.py")
 )
-PARTS = sorted(path.stem for path in (ROOT / "benchmarks" / "gpukit").glob("*.py"))
+PARTS = sorted(
+    f"{folder}.{path.stem}"
+    for folder in ("gpukit", "reproducible")
+    for path in (ROOT / "benchmarks" / folder).glob("*.py")
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
@@ -21,9 +25,9 @@ def test_it_imports(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_of_the_gpu_kit_import(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_programs_import(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    importlib.import_module(f"gpukit.{part}")
+    importlib.import_module(part)
 
 
 def test_stages_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:

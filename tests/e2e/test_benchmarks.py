@@ -1,5 +1,6 @@
 """Every benchmark runs at its smallest size; each checks that the ways it compares do the same work."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    names = {"agents", "balance", "controller", "demo", "gpu", "learning", "parallel", "prefixes", "rl_step"}
+    names = {"agents", "balance", "controller", "demo", "gpu", "parallel", "prefixes", "reproduce", "rl_step"}
     names |= {"checkpoint", "plan", "recipes", "rollout", "start", "supervised", "view", "weight_sync"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == names
 
@@ -104,14 +105,22 @@ def test_controller() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("running_ray")
-def test_learning() -> None:
-    sizes = "--seeds 1 --steps 2 --every 1 --prompts 2 --samples 4 --max_new_tokens 8 --sft_rows 64"
-    command = [sys.executable, str(BENCHMARKS / "learning.py"), "--modes", "ours", "async", *sizes.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert re.search(r"^ +8 +0\.\d+ .* +0\.\d+ ", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^ +16 ", done.stdout, re.MULTILINE), done.stdout
+def test_reproduce(knowing, tmp_path: Path) -> None:
+    """Two runs of a quick row write equal weights, and solve more than the model that they start with."""
+    for name in ("one", "other"):
+        folder = tmp_path / name / "tiny" / "seed0"
+        folder.mkdir(parents=True)
+        (folder / "sft").symlink_to(knowing.chat)
+        (folder / "task").symlink_to(knowing.files.prompts.parent)
+        options = f"--row tiny-words-grpo --seed 0 --folder {tmp_path / name} --results {tmp_path / name}"
+        command = [sys.executable, str(BENCHMARKS / "reproduce.py"), *options.split()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    one, other = (
+        json.loads((tmp_path / name / "tiny-words-grpo.json").read_text())["0"] for name in ("one", "other")
+    )
+    assert one["weights"] == other["weights"]
+    assert one["after"]["total"] == 256 and one["after"]["solved"] > one["before"]["solved"] + 60
 
 
 @pytest.mark.slow

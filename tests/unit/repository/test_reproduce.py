@@ -1,0 +1,182 @@
+"""The table of docs/results.md: its intervals, its rows, and the page."""
+
+# ruff: noqa: E402  the benchmarks are no package
+
+import random
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from openrlhf.loop.settings import read_settings
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import reproduce
+from reproducible import tasks
+from reproducible.guess_number import GuessNumber
+from reproducible.methods import METHODS
+from reproducible.outcome import Goal, Outcome, Score, agrees, find_goal, read, write
+from reproducible.page import filled, sections
+from reproducible.rows import ROWS
+from reproducible.tasks import HELD_OUT, TASKS, games, random_games, sum_reward, sums
+
+OUTCOME = Outcome(
+    before=Score(64, 256),
+    after=Score(256, 256),
+    curve=[0.25, 0.95],
+    goal=Goal(step=2, samples=512, minutes=1.26, cpu_minutes=0.5),
+    minutes=1.26,
+    cpu_minutes=0.5,
+    weights="0123456789abcdef",
+    machine="a CPU, 2 cores",
+    versions={"torch": "2"},
+)
+
+
+def with_score(solved: int, total: int = 256) -> Outcome:
+    return replace(OUTCOME, after=Score(solved, total))
+
+
+def test_wilsons_interval_by_hand() -> None:
+    # z^2 / 2n = 1/16, z sqrt(1/288 + 1/2304) = 3 / 16, 1 + z^2 / n = 9/8: (9/16 -+ 3/16) / (9/8)
+    assert Score(36, 72).interval(z=3) == pytest.approx((1 / 3, 2 / 3))
+    # all solved: (1 + 1/6 -+ 1/6) / (4/3)
+    assert Score(27, 27).interval(z=3) == pytest.approx((0.75, 1))
+    assert Score(0, 27).interval(z=3) == pytest.approx((0, 0.25))
+
+
+def test_a_repetition_agrees_if_it_reaches_the_range_of_the_seeds() -> None:
+    known = [with_score(128), with_score(224)]  # at 3 deviations 0.409 - 0.591 and 0.798 - 0.925
+    assert agrees(with_score(180), known)  # between the seeds
+    assert agrees(with_score(84), known)  # 0.328 (0.247 - 0.421)
+    assert not agrees(with_score(64), known)  # 0.25 (0.178 - 0.339)
+    assert agrees(with_score(246), known) and not agrees(with_score(256), known)  # from 0.906, from 0.966
+
+
+def check(monkeypatch: pytest.MonkeyPatch, folder: Path, solved: list[int]) -> str:
+    """Returns what `--check` says of a row whose repetitions solve these numbers, one after the other."""
+    options = Namespace(results=folder, seed=None)
+    monkeypatch.setattr(reproduce, "repeat", lambda row, seed, options: with_score(solved.pop(0)))
+    return reproduce.difference(ROWS["tiny-words-grpo"], options)
+
+
+def test_a_check_fails_if_two_seeds_leave_the_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no results" in check(monkeypatch, tmp_path, [])
+    write("tiny-words-grpo", 0, with_score(128), tmp_path)
+    assert check(monkeypatch, tmp_path, [130]) == ""
+    assert check(monkeypatch, tmp_path, [10, 130]) == ""
+    assert "0.078, 0.039 after training, and the results have 0.500" in check(monkeypatch, tmp_path, [20, 10])
+
+
+def test_the_goal_is_the_first_step_that_reaches_it() -> None:
+    times = [(1.004, 0.5), (2.0, 1.0), (3.0, 1.5)]
+    assert find_goal([0.2, 0.9, 1.0], times, 0.9, samples=256) == Goal(
+        step=2, samples=512, minutes=2.0, cpu_minutes=1.0
+    )
+    assert find_goal([0.2, 0.3, 0.4], times, 0.9, samples=256) is None
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    other = replace(OUTCOME, goal=None)
+    write("row", 10, OUTCOME, tmp_path)
+    write("row", 2, other, tmp_path)
+    write("row", 10, with_score(1), tmp_path)
+    assert read("row", tmp_path) == {2: other, 10: with_score(1)}
+    assert list(read("row", tmp_path)) == [2, 10]
+    assert read("none", tmp_path) == {}
+
+
+def test_a_line_of_the_page(tmp_path: Path) -> None:
+    write("tiny-words-grpo", 1, OUTCOME, tmp_path)
+    heading, table, missing = sections(tmp_path)
+    assert heading.startswith("### The tiny model: words\n")
+    # Wilson at 1.96: 64 of 256 are 20.1 - 30.6 %, 256 of 256 are 98.5 - 100 %
+    assert table.splitlines()[2:] == [
+        "| `tiny-words-grpo` | GRPO | 1 | 25 (20 - 31) | 100 (99 - 100) | 512 | 1.3 (0.5) | 512 | 1.3 (0.5) "
+        "| `0123456789ab` |"
+    ]
+    assert "`tiny-words-dpo`" in missing and "`tiny-words-grpo`" not in missing
+
+
+def test_the_page_has_the_committed_results() -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert filled(page) == page
+
+
+def test_the_committed_results_are_those_of_the_rows() -> None:
+    files = list((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        for seed, outcome in read(file.stem).items():
+            assert len(outcome.curve) == ROWS[file.stem].steps, (file.name, seed)
+            assert outcome.before.total == outcome.after.total == HELD_OUT, (file.name, seed)
+    assert all(read(row.name) for row in ROWS.values() if row.quick)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_command_of_a_row_is_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", "--row", name, "--seed", "1"])
+    options = reproduce.parse_options()
+    flags = {"actor": "org/model"} | ROWS[options.row].flags(options.seed)
+    config = read_settings(None, flags, steps=None, placement="local").config
+    assert config.train.seed == 1
+    assert config.train.batch_size * 2 == ROWS[name].samples_per_step
+
+
+def test_every_method_is_tried_on_the_words() -> None:
+    assert {row.method_name for row in ROWS.values() if row.task_name == "words"} == set(METHODS)
+
+
+@pytest.mark.parametrize("name", set(TASKS) - {"guess_number", "guess_number_1024"})
+def test_held_out_problems_are_not_trained_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "TRAINED", 200)
+    monkeypatch.setattr(tasks, "DEMONSTRATED", 100)
+    trained, held_out = TASKS[name].split(seed=3)
+    assert len(held_out) == HELD_OUT and len(trained) == 200
+    assert not {str(row["input"]) for row in trained} & {str(row["input"]) for row in held_out}
+    assert TASKS[name].split(seed=4)[1] == held_out
+
+
+def test_games_have_seeds_of_their_own() -> None:
+    one, other = (islice(games("8 4", seed), 5_000) for seed in (0, 1))
+    assert not {row["label"] for row in one} & {row["label"] for row in other}
+
+
+def test_sums_are_judged_by_the_number_at_the_start() -> None:
+    row = next(sums(0))
+    x, y = (int(word.rstrip("?")) for word in row["input"][-1]["content"].split() if word[0].isdigit())
+    assert row["label"] == str(x + y)
+    answers = ["46", " 46.<|im_end|>", "460", "46.5", "12 + 34 = 46", ""]
+    queries = [f"12 + 34?{answer}" for answer in answers]
+    assert sum_reward(queries, ["12 + 34?"] * 6, ["46"] * 6) == [1, 1, 0, 0, 0, 0]
+
+
+def play(game: GuessNumber, seed: int) -> float:
+    """Plays by halving the interval, and returns the reward."""
+    low, high, total, is_over = 1, game.highest, 0.0, False
+    game.reset(seed=seed)
+    while not is_over:
+        guess = (low + high) // 2
+        hint, reward, is_found, is_last, _ = game.step(str(guess))
+        total, is_over = total + reward, is_found or is_last
+        low, high = (guess + 1, high) if hint.startswith("Higher") else (low, guess - 1)
+    return total
+
+
+def test_halving_the_interval_finds_every_number() -> None:
+    assert all(play(GuessNumber(8, 4), seed) == 1 for seed in range(100))
+    assert all(play(GuessNumber(1023, 10), seed) == 1 for seed in range(200))
+    assert not all(play(GuessNumber(1023, 9), seed) for seed in range(200))
+
+
+def test_random_games_end_with_the_number_or_the_last_try() -> None:
+    turns = list(islice(random_games(random.Random(0)), 400))
+    assert {len(turn["input"]) for turn in turns} == {1, 3, 5, 7}
+    assert all(turn["output"].isdigit() for turn in turns)
