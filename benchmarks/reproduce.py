@@ -21,7 +21,6 @@ from reproducible.outcome import RESULTS, Outcome, agrees, read, write
 from reproducible.page import filled
 from reproducible.rows import ROWS, Row
 
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PAGE = ROOT / "docs" / "results.md"
 LIMIT = 6 * 3600
 """Seconds after which a row is stopped."""
@@ -64,7 +63,7 @@ def parse_options() -> argparse.Namespace:
         "--results", type=Path, default=RESULTS, help="folder of results (default: benchmarks/results)"
     )
     parser.add_argument(
-        "--smollm2", default=SMOLLM2, metavar="PATH", help=f"the model or its folder (default: {SMOLLM2})"
+        "--smollm2", type=Path, metavar="FOLDER", help="folder of SmolLM2 (default: `openrlhf fetch smollm2`)"
     )
     return parser.parse_args()
 
@@ -80,12 +79,15 @@ def repeat(row: Row, seed: int, options: argparse.Namespace) -> Outcome:
     RuntimeError if it fails."""
     from reproducible import loops, start  # noqa: F401
 
+    from openrlhf.tools.fetch.fetch import fetch
+
     folder = (options.folder / row.model / f"seed{seed}").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     log, result = folder / f"{row.name}.log", folder / f"{row.name}.json"
     result.unlink(missing_ok=True)
     steps = options.steps or row.steps
-    arguments = (replace(row, steps=steps), seed, folder, options.smollm2, log, result)
+    smollm2 = str(options.smollm2 or fetch("smollm2")) if row.model == "smollm2" else ""
+    arguments = (replace(row, steps=steps), seed, folder, smollm2, log, result)
     child = get_context("fork").Process(target=inside, args=arguments)
     child.start()
     child.join(LIMIT)

@@ -147,8 +147,8 @@ def activations(
     shape: ModelShape, tokens: int, size: int, checkpointing: bool, gpu: int | None, *, on_host: bool
 ) -> int:
     """Returns the peak memory of activations in bytes: what all layers keep, plus the maximum of recomputing
-    one layer and computing the head; or, if that is more, the gradients of a head and of the embedding that is
-    the same tensor, with their sum, which exist together when the backward pass ends."""
+    one layer and computing the head; or, if that is more, the gradients of a head and of the embedding that
+    is the same tensor, with their sum, which exist together when the backward pass ends."""
     layer = layer_bytes(shape, size)
     # Gradients of a layer's MLP and of its norm, in float32, which exist beside its activations.
     again = 3 * shape.intermediate * size + 4 * shape.hidden

@@ -49,6 +49,17 @@ OPTIONS = {
     *("once", "width"),  # of openrlhf watch
     *("data", "file", "gpus", "model", "output", "reward", "what", "yes"),  # of openrlhf init
     *("budget", "out"),  # options of benchmarks/gpu.py
+    *(
+        "check",
+        "folder",
+        "list",
+        "page",
+        "quick",
+        "row",
+        "seed",
+        "smollm2",
+        "steps",
+    ),  # of benchmarks/reproduce.py
     "no_browser",  # of openrlhf view
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
     "keep",  # of openrlhf rehearse

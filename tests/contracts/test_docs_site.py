@@ -121,13 +121,16 @@ def test_the_site_builds_and_shows_what_github_shows(tmp_path: Path) -> None:
         check=True,
     )
     for path, text in json.loads(wanted.stdout).items():
-        name = "" if path == "docs/index.md" else Path(path).stem
+        name = "" if path == "docs/index.md" else Path(path).relative_to("docs").with_suffix("")
         page = (tmp_path / name / "index.html").read_text()
         shown = re.search("<article.*?>(.*?)</article>", page, re.DOTALL)[1]
         assert counted(shown) == counted(text), path
         assert words(shown) == words(text), path
     for path in PAGES.keys() - plain.keys():
-        assert 'class="doc doc-heading"' in (tmp_path / Path(path).stem / "index.html").read_text()
+        assert (
+            'class="doc doc-heading"'
+            in (tmp_path / Path(path).relative_to("docs").with_suffix("") / "index.html").read_text()
+        )
 
 
 def counted(text: str) -> dict[str, int]:
