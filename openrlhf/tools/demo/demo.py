@@ -56,7 +56,8 @@ TINY_RL = (
 )
 PRETRAINED_RL = (
     "--rollout.batch_size 16 --rollout.max_new_tokens 24 --rollout.temperature 0.7 --data.max_len 96 "
-    "--train.batch_size 128 --train.max_tokens_per_gpu 1024 --actor.adam.lr 1e-5 --eval.temperature 0.7"
+    "--train.batch_size 128 --train.max_tokens_per_gpu 1024 --actor.adam.lr 1e-5 --eval.temperature 0.7 "
+    "--reward.stop_properly_penalty_coef 0"  # an answer that does not end is not right
 )
 SUMS = "min_terms=2&max_terms=3&min_digits=1&max_digits=1"
 """Sums and differences of two or three digits, which a pretrained model half knows."""
