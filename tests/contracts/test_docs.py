@@ -69,7 +69,7 @@ OPTIONS = {
     "report",  # of openrlhf doctor
     "dry-run",  # of hf jobs run
     *("commits", "repository", "step"),  # of openrlhf bisect
-    *("check", "smollm2"),  # of benchmarks/reproduce.py
+    *("check", "page", "smollm2"),  # of benchmarks/reproduce.py
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {
