@@ -365,7 +365,7 @@ OWN = "CsvTracker, Silent, Failing, Needy, Aside"
         ("mine.py:Cvs", USER, OWN),
         ("mein.py:CsvTracker", USER, "mein.py"),
         ("csv_watch:CsvTracker", USER, "'csv_watch'"),
-        ("wanbd", VALUE, "tensorboard, wandb, csv"),
+        ("wanbd", VALUE, "use csv, mlflow, "),
         ("mine.py", USER, OWN),
         ("mine.py:Aside", USER, "{file}: line 28: Aside"),
         ("mine.py:Silent", USER, "{file}: line 18: Silent must define log"),
