@@ -11,14 +11,15 @@ QUICK = tests/unit/config $(addprefix tests/unit/,$(addsuffix .py,test_types \
     checkpoint/test_run_fingerprint data/test_balance observability/test_failures rollout/test_seeds \
     rollout/test_trajectories))
 RUN_MUTANTS = PYTHONPATH=.:tests .venv/bin/python -m mutants.run
+MODEL ?=
 MUTANTS ?=
 CHAOS ?=
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
 .PHONY: demo test test-all test-kernels mutants chaos gpu fast quick size lint env
 
-demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
-	.venv/bin/openrlhf demo
+demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier; a pretrained one: MODEL=smollm2
+	.venv/bin/openrlhf demo $(if $(MODEL),--model $(MODEL))
 
 test: env  ## Every guarantee, in about 25 minutes
 	.venv/bin/pytest -m "not slow" --junit-xml=$(REPORTS)/gpu.xml tests/gpu

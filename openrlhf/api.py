@@ -98,11 +98,12 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.data.messages import with_role
     from openrlhf.data.outline import count_rows, first_row
+    from openrlhf.data.once import made_once
     from openrlhf.data.packing import pack_to_budget
     from openrlhf.data.pictures import decoded, png
     from openrlhf.data.prompt_sampler import PromptSampler
     from openrlhf.data.prompts import encode_prompts
-    from openrlhf.data.reasoning_gym import find_entry
+    from openrlhf.data.reasoning_gym import find_entry, gym_rows
     from openrlhf.data.scored import end_token_id, score_last, with_end
     from openrlhf.data.sources import check_columns, load_rows
     from openrlhf.data.templates import Message, PromptTemplate
@@ -110,7 +111,9 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.errors import (
         ErrorCode, catch_signals, counted, describe, first_line, notify, readable, short_errors,
     )
-    from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
+    from openrlhf.files import (
+        cache_folder, exporting, holds_model, nearest, read_object, unwaiting, unwritable, write_atomically,
+    )
     from openrlhf.heap import freeze as freeze_heap
     from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder, uses_modelscope
     from openrlhf.loop.local import NoEngines, start_local_roles
@@ -172,7 +175,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.observability.trackers.load import build_trackers
     from openrlhf.observability.trackers.metrics_file import RENAMED
     from openrlhf.rewards.function import RewardFunction, check_reward_file
-    from openrlhf.rewards.math import extract_boxed_answer, final_answer
+    from openrlhf.rewards.math import extract_boxed_answer, final_answer, grade_response
     from openrlhf.rollout.local import LocalEngine
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options, transfer_backend

@@ -10,6 +10,8 @@ from typing import Any
 from gpukit.report import write_whole
 from gpukit.stage import Setting, Stage
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def perform(stage: Stage, setting: Setting, result: Path) -> None:
     """Runs a stage and writes its outcome, figures and reason. Later output of the process changes none of
@@ -48,6 +50,9 @@ def _missing(stage: Stage, setting: Setting) -> str:
         # a folder of that name, such as that of the one file of vLLM that is carried along
         if found.__file__ is None:
             return f"{name} is not installed"
+    if stage.model and not (ROOT / stage.model).is_dir():
+        name = Path(stage.model).name
+        return f"{stage.model} is not there; write it by `openrlhf fetch {name} --output {stage.model}`"
     if setting.rehearsal or not stage.gpus:
         return ""
     import torch

@@ -31,6 +31,9 @@ class Stage:
     options: dict[str, Any] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
     """Packages that are imported before the work starts; the stage is skipped if one is not installed."""
+    model: str = ""
+    """Folder of a model that `openrlhf fetch` wrote, relative to the project; the stage is skipped without
+    it."""
     gpus: int = 1
     seconds: float = 60
     """Expected seconds on an H100. The stage starts only if the budget has as many left."""

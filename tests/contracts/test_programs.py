@@ -33,3 +33,16 @@ def test_stages_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> No
         module, _, function = stage.work.partition(":")
         work = getattr(importlib.import_module(module), function)
         assert inspect.signature(work).bind(None, **stage.options), name
+
+
+def test_a_stage_without_its_model_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    inside, stage = (importlib.import_module(f"gpukit.{name}") for name in ("inside", "stage"))
+    monkeypatch.setattr(inside, "ROOT", tmp_path)
+    learns = stage.Stage(shows="", work="", model="ckpt/smollm2")
+    setting = stage.Setting(rehearsal=True)
+    assert "openrlhf fetch smollm2 --output ckpt/smollm2" in inside._missing(learns, setting)
+    (tmp_path / "ckpt" / "smollm2").mkdir(parents=True)
+    assert inside._missing(learns, setting) == ""

