@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from openrlhf.tools.verify import continuing, engine, ranks, trainer
 from openrlhf.tools.verify.compare import Gradient, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
 from openrlhf.tools.verify.rounding import Rounding
-from openrlhf.tools.verify.subjects import Size, shortest
+from openrlhf.tools.verify.subjects import Size, Subject, shortest
 from openrlhf.tools.verify.verify import _with_layers, build_subject
 from openrlhf.training.objectives import kto, sft
 from openrlhf.types import ExperienceRow, PackedRow, PairRow
@@ -308,6 +309,20 @@ def test_only_the_first_layers_are_verified(folder: Path, tmp_path: Path, name: 
         assert (path / "tokenizer.json").is_file()
     with refused(ErrorCode.INVALID_VALUE, flag="--layers", value=99):
         _with_layers(command, config, 99, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_a_model_is_freed_at_the_end_of_its_block(verified: Callable, name: str) -> None:
+    """The name of the block still exists; checks of large models build the next one."""
+
+    def checks(subject: Subject, dtype: str) -> list[Finding]:
+        with subject.running(dtype) as running:
+            kept = [weakref.ref(x) for x in (running.engine, *running.engine.module.parameters())]
+            assert len(kept) > 10
+        assert running.items and not [ref for ref in kept if ref() is not None]
+        return []
+
+    verified(name, checks=checks, count=0)
 
 
 def test_bounds_follow_from_the_dtype_and_the_sizes() -> None:
