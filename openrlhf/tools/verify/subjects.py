@@ -94,6 +94,7 @@ class Running:
 
     def forget(self) -> None:
         """Drops the model, because the name that a `with` block gives this object outlives the block."""
+        self.engine.close()
         del self.engine, self.steps, self.learn
 
 

@@ -64,6 +64,9 @@ COMMANDS = {
 COMMANDS_OF_ENGINE = {
     "engine": (PPO, "--rollout.engine transformers --reward.remote_url http://localhost/reward"),
 }
+COMMANDS_OF_DEEPSPEED = {
+    "sft with DeepSpeed": (SFT, "--data.output_key output --train.backend deepspeed"),
+}
 TAKES_LONG = pytest.mark.processes
 FP32_CHECKS = ["plain transformers", "micro-batches and order", "token budget", "packing", "common prefixes"]
 
@@ -90,7 +93,7 @@ def verified(
     def verify(
         name: str, dtype: str = "fp32", checks: Callable = trainer.trainer_checks, count: int | None = None
     ) -> dict[str, Finding]:
-        command, flags = (COMMANDS | COMMANDS_OF_ENGINE)[name]
+        command, flags = (COMMANDS | COMMANDS_OF_ENGINE | COMMANDS_OF_DEEPSPEED)[name]
         model, data = ("actor", "prompt_dataset") if command is PPO else ("model", "dataset")
         words = (
             f"--{model}.model_name_or_path {folder / 'model'} --data.{data} {folder / 'rows.jsonl'} "
@@ -311,7 +314,7 @@ def test_only_the_first_layers_are_verified(folder: Path, tmp_path: Path, name: 
         _with_layers(command, config, 99, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["sft", "ppo"])
+@pytest.mark.parametrize("name", ["sft", "ppo", pytest.param("sft with DeepSpeed", marks=TAKES_LONG)])
 def test_a_model_is_freed_at_the_end_of_its_block(verified: Callable, name: str) -> None:
     """The name of the block still exists; checks of large models build the next one."""
 
