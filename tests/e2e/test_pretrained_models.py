@@ -146,6 +146,7 @@ def test_verify_ppo(pretrained: Callable, rows: Path, tmp_path: Path, name: str)
         f"--reward.remote_url {REWARD} --data.max_len 64 --rollout.max_new_tokens 16 {DATA[name]} "
         "--rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --train.batch_size 4 "
         "--actor.num_gpus_per_node 1 --train.colocate_all --algo.advantage.estimator group_norm "
+        "--ds.param_dtype fp32 "
         f"--rows 4 --tokens 48 --layers 2 --no_ranks --out {tmp_path / 'report.json'}",
         tmp_path / "log",
     )

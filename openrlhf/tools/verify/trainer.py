@@ -10,7 +10,7 @@ import torch
 from openrlhf.api import PackedRow, build_tree, get_row_layout
 from openrlhf.tools.reference.objectives import plain_loss
 from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Scale, compared, on_cpu
-from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE, LayoutStep
+from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE
 from openrlhf.tools.verify.plain import PlainGradient, plain_gradient
 from openrlhf.tools.verify.ranks import rank_checks
 from openrlhf.tools.verify.report import Finding, not_checked
@@ -52,13 +52,12 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
     clock = Clock()
     with subject.running("fp32") as running:
         differences: dict[str, Difference] = {}
-        one_by_one: Gradient
-        step: LayoutStep
-        for step in running.steps(LAYOUTS):
-            if step.layout == ONE_BY_ONE:  # the first
-                one_by_one = on_cpu(step)
-            else:
-                differences[step.layout] = Difference.of(on_cpu(step), one_by_one)
+        layouts = running.steps(LAYOUTS)
+        step = next(layouts)
+        assert step.layout == ONE_BY_ONE
+        one_by_one = on_cpu(step)
+        for step in layouts:
+            differences[step.layout] = Difference.of(on_cpu(step), one_by_one)
         row = getattr(step.rows[0], "row", step.rows[0])
         items, objective = running.items, step.objective
         of_prefixes = difference_of_prefixes(running, row, on_cpu(step))
