@@ -159,6 +159,11 @@ class TrainEngine(Protocol):
         """Returns (name, dtype, unsharded shape) of each tensor that `weights` yields."""
         ...
 
+    def close(self) -> None:
+        """Gives up what would keep the model in memory when nothing else refers to it. The engine takes no
+        steps afterwards."""
+        ...
+
     def random_adapter(self, seed: int) -> AbstractContextManager[None]:
         """Replaces the adapters by random ones within the context, and restores them afterwards."""
         ...

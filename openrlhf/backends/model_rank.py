@@ -143,6 +143,9 @@ class TrainedRank(ModelRank):
     _writer: CheckpointWriter | None = None
     """The writer of a checkpoint that is not finished."""
 
+    def close(self) -> None:
+        """See `TrainEngine.close`."""
+
     @property
     def is_offloaded(self) -> bool:
         """True between `offload` and `reload` of the optimizer's state."""

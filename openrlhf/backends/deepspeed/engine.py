@@ -135,6 +135,9 @@ class DeepSpeedEngine(TrainedRank):
     def steps(self) -> int:
         return self.engine.global_steps
 
+    def close(self) -> None:
+        self.engine.destroy()  # its hooks on the autograd graph are references that Python does not see
+
     def _begin_pass(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)
 

@@ -26,6 +26,26 @@ class Gradient(NamedTuple):
     gradients: dict[str, Tensor]
 
 
+class Difference(NamedTuple):
+    """Difference between two computations of a loss and its gradient, without the gradients, which may be as
+    large as the memory."""
+
+    loss: float
+    """Absolute difference of the losses."""
+    expected_loss: float
+    norms: dict[str, float]
+    """Norm of the difference of each weight's gradients."""
+    missing: str = ""
+    """A weight of which only one of the two computations has a gradient; "" if there is none."""
+
+    @classmethod
+    def of(cls, found: Gradient, expected: Gradient) -> "Difference":
+        missing = sorted(found.gradients.keys() ^ expected.gradients.keys())
+        common = found.gradients.keys() & expected.gradients.keys()
+        norms = {name: float((found.gradients[name] - expected.gradients[name]).norm()) for name in common}
+        return cls(abs(found.loss - expected.loss), abs(expected.loss), norms, next(iter(missing), ""))
+
+
 class Scale(NamedTuple):
     """Sizes by which differences of the loss and of weights' gradients are divided."""
 
@@ -52,28 +72,26 @@ def on_cpu(step: LayoutStep) -> Gradient:
 def compared(
     check: str,
     claim: str,
-    found: Gradient,
-    expected: Gradient,
+    difference: Difference,
     scale: Scale,
     rounding: Rounding,
     meaning: str,
     seconds: float,
 ) -> Finding:
-    """Returns the finding that compares two computations of a loss and its gradient. `meaning`: text for a
-    failure, its usual causes and what to do."""
-    error, where = largest_difference(found, expected, scale)
+    """Returns the finding about the difference of two computations. `meaning`: text for a failure, its usual
+    causes and what to do."""
+    error, where = largest_difference(difference, scale)
     how = f"{rounding}; relative to {scale.relative_to}"
     return judged(check, claim, error, rounding.bound, how=how, where=where, meaning=meaning, seconds=seconds)
 
 
-def largest_difference(found: Gradient, expected: Gradient, scale: Scale) -> tuple[float, str]:
+def largest_difference(difference: Difference, scale: Scale) -> tuple[float, str]:
     """Returns the largest relative difference of the loss or of the gradient of a weight, and its place."""
-    if missing := found.gradients.keys() ^ expected.gradients.keys():
-        return math.inf, f"{sorted(missing)[0]}, which only one of the two computations has"
-    differences = {"the loss": abs(found.loss - expected.loss) / max(scale.loss, abs(expected.loss), 1e-30)}
-    for name, gradient in found.gradients.items():
-        difference = float((gradient - expected.gradients[name]).norm())
-        differences[f"the gradient of {name}"] = difference / max(scale.weights[name], 1e-30)
+    if difference.missing:
+        return math.inf, f"{difference.missing}, which only one of the two computations has"
+    differences = {"the loss": difference.loss / max(scale.loss, difference.expected_loss, 1e-30)}
+    for name, norm in difference.norms.items():
+        differences[f"the gradient of {name}"] = norm / max(scale.weights[name], 1e-30)
     worst = max(
         differences, key=lambda place: math.inf if math.isnan(differences[place]) else differences[place]
     )

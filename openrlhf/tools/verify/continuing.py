@@ -43,6 +43,7 @@ def continuing_checks(subject: Subject, dtype: str, folder: Path) -> Iterator[Fi
     with subject.running(dtype, learns=True) as running:
         again = State.of(running, running.learn(0, HALF))
     error, where = difference(again, first)
+    del again, first
     yield judged(
         "seeds",
         f"The same flags and seed give the same weights and metrics after {HALF} optimizer steps",

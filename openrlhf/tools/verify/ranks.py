@@ -12,7 +12,7 @@ import torch
 
 from openrlhf.api import DEVICE_TYPE, init_distributed, leave_distributed, with_values
 from openrlhf.tools.command_line.jobs import logged_job
-from openrlhf.tools.verify.compare import REPORT, Gradient, Scale, compared, on_cpu
+from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Scale, compared, on_cpu
 from openrlhf.tools.verify.layouts import ALL
 from openrlhf.tools.verify.report import Finding, Verdict, not_checked
 from openrlhf.tools.verify.rounding import Rounding
@@ -49,8 +49,8 @@ def rank_checks(
     for stage in stages:
         made = folder / f"{stage}.pt"
         if made.exists():
-            found = Gradient(*torch.load(made))
-            yield compared(names[stage], claim, found, expected, scale, rounding, meaning, seconds)
+            difference = Difference.of(Gradient(*torch.load(made)), expected)
+            yield compared(names[stage], claim, difference, scale, rounding, meaning, seconds)
         else:
             yield Finding(
                 check=names[stage],

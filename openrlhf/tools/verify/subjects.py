@@ -92,6 +92,11 @@ class Running:
     items: Any
     """Items of the dataset, or the batch of a policy, on which steps are taken."""
 
+    def forget(self) -> None:
+        """Drops the model, because the name that a `with` block gives this object outlives the block."""
+        self.engine.close()
+        del self.engine, self.steps, self.learn
+
 
 @dataclass(kw_only=True)
 class Size:
@@ -180,12 +185,14 @@ class SupervisedSubject(Subject):
         with ExitStack() as held:
             run = Run(self.task_type(self.configured(dtype, learns)), [], held)
             chosen = shortest(list(run.train_set.lengths), self.size)
-            yield Running(
+            made = Running(
                 engine=run.engine,
                 steps=partial(steps, run, indices=chosen),
                 learn=partial(learned, run, Chosen(run.train_set, chosen)),
                 items=[run.train_set[i] for i in chosen],
             )
+            yield made
+            made.forget()
             del run
         forget_engines()
 
@@ -263,12 +270,14 @@ class PolicySubject(Subject):
     def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
         with self.worker(dtype, learns=learns) as worker:
             batch = self.batch(worker)
-            yield Running(
+            made = Running(
                 engine=worker.model,
                 steps=partial(policy_steps, worker, batch),
                 learn=partial(policy_learned, worker, batch),
                 items=batch,
             )
+            yield made
+            made.forget()
             del worker
         forget_engines()
 

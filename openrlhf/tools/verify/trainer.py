@@ -9,8 +9,8 @@ import torch
 
 from openrlhf.api import PackedRow, build_tree, get_row_layout
 from openrlhf.tools.reference.objectives import plain_loss
-from openrlhf.tools.verify.compare import REPORT, Gradient, Scale, compared, on_cpu
-from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE, LayoutStep
+from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Scale, compared, on_cpu
+from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE
 from openrlhf.tools.verify.plain import PlainGradient, plain_gradient
 from openrlhf.tools.verify.ranks import rank_checks
 from openrlhf.tools.verify.report import Finding, not_checked
@@ -51,18 +51,21 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
     that computes the gradient too; None: no such job."""
     clock = Clock()
     with subject.running("fp32") as running:
-        found: dict[str, Gradient] = {}
-        last: LayoutStep | None = None
-        for step in running.steps(LAYOUTS):
-            found[step.layout], last = on_cpu(step), step
-        assert last is not None
-        row = getattr(last.rows[0], "row", last.rows[0])
-        items, objective, unshared = running.items, last.objective, unshared_gradient(running, row)
+        differences: dict[str, Difference] = {}
+        layouts = running.steps(LAYOUTS)
+        step = next(layouts)
+        assert step.layout == ONE_BY_ONE
+        one_by_one = on_cpu(step)
+        for step in layouts:
+            differences[step.layout] = Difference.of(on_cpu(step), one_by_one)
+        row = getattr(step.rows[0], "row", step.rows[0])
+        items, objective = running.items, step.objective
+        of_prefixes = difference_of_prefixes(running, row, on_cpu(step))
+        del step
         model_config = running.engine.module.model.config
     seconds_of_layouts = clock.lap() / (len(LAYOUTS) + 1)
     rounding = Rounding.of(model_config, "fp32", sum(row.lengths))
     plain, why = compute_plain(subject, items, objective)
-    one_by_one = found[ONE_BY_ONE]
     claim = "Loss and gradient equal those of plain transformers, one sequence at a time"
     if plain is None:
         sizes = {name: float(g.norm()) for name, g in one_by_one.gradients.items()}
@@ -71,21 +74,20 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
     else:
         relative_to = "the sum over the sequences of the norm of each one's part of a weight's gradient"
         scale = Scale.of(plain.added, plain.gradients, plain.loss_added, relative_to)
-        expected = Gradient(plain.loss, plain.gradients)
+        difference = Difference.of(one_by_one, Gradient(plain.loss, plain.gradients))
+        del plain
         causes = (
             "The formula, the mask of actions, the temperature or a weight of the loss is not that of the "
             "run's flags; or the forward pass differs from that of transformers."
         )
         meaning = f"{causes} {REPORT}"
-        yield compared(
-            "plain transformers", claim, one_by_one, expected, scale, rounding, meaning, clock.lap()
-        )
+        yield compared("plain transformers", claim, difference, scale, rounding, meaning, clock.lap())
     for layout, (name, statement, causes) in CLAIMS.items():
         meaning = f"{causes} {REPORT}"
-        arguments = (found[layout], one_by_one, scale, rounding, meaning, seconds_of_layouts)
+        arguments = (differences[layout], scale, rounding, meaning, seconds_of_layouts)
         yield compared(name, statement, *arguments)
     statement = "Sequences whose common prefix is computed once have the gradient of sequences computed whole"
-    if unshared is None:
+    if of_prefixes is None:
         yield not_checked(
             "common prefixes",
             statement,
@@ -93,7 +95,7 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
         )
     else:
         meaning = f"Set --ds.share_prefixes false. {REPORT}"
-        arguments = (found[ALL], unshared, scale, rounding, meaning, seconds_of_layouts)
+        arguments = (of_prefixes, scale, rounding, meaning, seconds_of_layouts)
         yield compared("common prefixes", statement, *arguments)
     if own_dtype != "fp32":
         yield from dtype_checks(subject, own_dtype, one_by_one, scale, clock)
@@ -112,7 +114,9 @@ def dtype_checks(
         return
     clock.lap()
     with subject.running(dtype) as running:
-        found = {step.layout: on_cpu(step) for step in running.steps([ONE_BY_ONE, ALL])}
+        found = {
+            step.layout: Difference.of(on_cpu(step), expected) for step in running.steps([ONE_BY_ONE, ALL])
+        }
         rounding = Rounding.of(running.engine.module.model.config, dtype, 0)
     seconds = clock.lap() / 2
     meaning = (
@@ -120,8 +124,8 @@ def dtype_checks(
         f"--ds.attn_implementation eager and with --ds.param_dtype fp32. {REPORT}"
     )
     names = {ONE_BY_ONE: f"dtype {dtype}", ALL: f"dtype {dtype}, packed"}
-    for layout, gradient in found.items():
-        yield compared(names[layout], statement, gradient, expected, scale, rounding, meaning, seconds)
+    for layout, difference in found.items():
+        yield compared(names[layout], statement, difference, scale, rounding, meaning, seconds)
 
 
 def compute_plain(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradient | None, str]:
@@ -138,15 +142,15 @@ def compute_plain(subject: Subject, items: Any, objective: Any) -> tuple[PlainGr
     return plain_gradient(subject.plain_model(), plain, output), ""
 
 
-def unshared_gradient(running: Running, row: PackedRow) -> Gradient | None:
-    """Repeats the step with all items in one row, with each sequence computed whole. `row`: this row. Returns
-    None if its sequences share no prefix."""
+def difference_of_prefixes(running: Running, row: PackedRow, shared: Gradient) -> Difference | None:
+    """Repeats the step with all items in one row, with each sequence computed whole. `row`: this row.
+    `shared`: its gradient with common prefixes. Returns None if its sequences share no prefix."""
     if not running.engine.trains_on_prefixes or build_tree(row, with_routing=False) is None:
         return None
     layout = get_row_layout(running.engine.module.model)
     layout.shares_prefixes = False
     try:
         (step,) = running.steps([ALL])
-        return on_cpu(step)
+        return Difference.of(shared, on_cpu(step))
     finally:
         layout.shares_prefixes = True

@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from openrlhf.tools.verify import continuing, engine, ranks, trainer
 from openrlhf.tools.verify.compare import Gradient, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
 from openrlhf.tools.verify.rounding import Rounding
-from openrlhf.tools.verify.subjects import Size, shortest
+from openrlhf.tools.verify.subjects import Size, Subject, shortest
 from openrlhf.tools.verify.verify import _with_layers, build_subject
 from openrlhf.training.objectives import kto, sft
 from openrlhf.types import ExperienceRow, PackedRow, PairRow
@@ -63,6 +64,9 @@ COMMANDS = {
 COMMANDS_OF_ENGINE = {
     "engine": (PPO, "--rollout.engine transformers --reward.remote_url http://localhost/reward"),
 }
+COMMANDS_OF_DEEPSPEED = {
+    "sft with DeepSpeed": (SFT, "--data.output_key output --train.backend deepspeed"),
+}
 TAKES_LONG = pytest.mark.processes
 FP32_CHECKS = ["plain transformers", "micro-batches and order", "token budget", "packing", "common prefixes"]
 
@@ -89,7 +93,7 @@ def verified(
     def verify(
         name: str, dtype: str = "fp32", checks: Callable = trainer.trainer_checks, count: int | None = None
     ) -> dict[str, Finding]:
-        command, flags = (COMMANDS | COMMANDS_OF_ENGINE)[name]
+        command, flags = (COMMANDS | COMMANDS_OF_ENGINE | COMMANDS_OF_DEEPSPEED)[name]
         model, data = ("actor", "prompt_dataset") if command is PPO else ("model", "dataset")
         words = (
             f"--{model}.model_name_or_path {folder / 'model'} --data.{data} {folder / 'rows.jsonl'} "
@@ -308,6 +312,20 @@ def test_only_the_first_layers_are_verified(folder: Path, tmp_path: Path, name: 
         assert (path / "tokenizer.json").is_file()
     with refused(ErrorCode.INVALID_VALUE, flag="--layers", value=99):
         _with_layers(command, config, 99, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", pytest.param("sft with DeepSpeed", marks=TAKES_LONG)])
+def test_a_model_is_freed_at_the_end_of_its_block(verified: Callable, name: str) -> None:
+    """The name of the block still exists; checks of large models build the next one."""
+
+    def checks(subject: Subject, dtype: str) -> list[Finding]:
+        with subject.running(dtype) as running:
+            kept = [weakref.ref(x) for x in (running.engine, *running.engine.module.parameters())]
+            assert len(kept) > 10
+        assert running.items and not [ref for ref in kept if ref() is not None]
+        return []
+
+    verified(name, checks=checks, count=0)
 
 
 def test_bounds_follow_from_the_dtype_and_the_sizes() -> None:
