@@ -6,6 +6,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORD = re.compile(r"[^\s$]+")
 _ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
 """Special tokens at the end of a response."""
+_NUMBER = re.compile(r"[-+]?[\d.,]+")
+_SUM = re.compile(r"\d\s*(?:[-+*\u00d7\u00b7]|\\times|\\cdot)\s*\d")
+"""A sum, difference or product of numbers, which a policy could copy from the question."""
 
 
 def extract_boxed_answer(text: str) -> str | None:
@@ -42,21 +45,32 @@ def final_answer(label: str) -> str:
 def grade_response(response: str, label: str) -> bool:
     r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
     a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
-    else its end, in upper or lower case. Call this where `grade_answer` may be called."""
+    else its end, in upper or lower case. Of an equation, the last side counts. Where the label is a number, a
+    sum or product that is not worked out is wrong. Call this where `grade_answer` may be called."""
     truth, boxed = final_answer(label), extract_boxed_answer(response)
     if boxed is not None or not truth:
-        return bool(truth) and grade_answer(boxed, truth)
+        return bool(truth) and grade_answer(boxed, truth) and _is_worked_out(boxed, truth)
     response = _ENDS.sub("", response)
     if not re.search(r"\d", truth):
         return bool(re.search(rf"(?<!\w){re.escape(truth)}\W*$", response, re.IGNORECASE))
-    return _equal(f"\\boxed{{{truth}}}", response)
+    return _equal(f"\\boxed{{{truth}}}", response, truth)
 
 
-def _equal(gold: str, answer: str) -> bool:
-    """Returns whether math-verify finds equal answers in two texts."""
+def _equal(gold: str, answer: str, truth: str = "") -> bool:
+    """Returns whether math-verify finds equal answers in two texts, and the second is worked out. Where it
+    finds the left side of an equation, as in "the answer is 2 + 5 - 3 = 7", the right one is compared."""
     from math_verify import parse, verify  # imports sympy, which takes a second
 
-    return bool(verify(parse(gold), parse(answer)))
+    found = parse(answer)
+    while found and answer.rpartition(str(found[-1]))[2].lstrip(" $").startswith("="):
+        answer = answer.rpartition(str(found[-1]))[2].partition("=")[2]
+        found = parse(answer)
+    return bool(found and verify(parse(gold), found)) and _is_worked_out(str(found[-1]), truth)
+
+
+def _is_worked_out(answer: str | None, truth: str) -> bool:
+    side = (answer or "").rpartition("=")[2]
+    return not _NUMBER.fullmatch(truth) or not _SUM.search(side)
 
 
 def _braced(text: str, start: int) -> str | None:

@@ -1,5 +1,6 @@
 """Runs the commands of the demo, and prints what the model learned (`openrlhf demo`)."""
 
+import json
 import shlex
 import textwrap
 import time
@@ -187,12 +188,19 @@ def _show_result(folder: Path, steps: int) -> str:
     """Prints accuracy, fraction of answers with reasoning, answer length and sample answers before and after
     RL. Returns a problem that was solved after RL; "" if none was."""
     tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
+    rows = (folder / "task" / "eval.jsonl").read_text(encoding="utf-8").splitlines()
+    questions = [json.loads(row)["input"] for row in rows]
     evals = RunIndex(folder / "run").rollouts("eval")
     before, after = read_journal(evals[0]), read_journal(evals[steps])
     console = Console()
 
     def text(ids: list[int], /, *, after: Sequence[int] = ()) -> str:
         return clean_text(decode(tokenizer, ids, after=after, skip_special_tokens=True))
+
+    def question(t: Trajectory) -> str:
+        """Returns the problem without what the chat template writes around it."""
+        shown = text(t.token_ids[: t.prompt_length].tolist())
+        return max((asked for asked in questions if asked in shown), key=len, default=shown)
 
     def mean(trajectories: list[Trajectory], read: Callable[[Trajectory], float]) -> float:
         return sum(map(read, trajectories)) / len(trajectories)
@@ -213,8 +221,7 @@ def _show_result(folder: Path, steps: int) -> str:
         samples.add_column(column, overflow="fold")
     for b, a in list(zip(before, after, strict=True))[:5]:
         answers = (f"{decode_response(t, text)} {'✓' if t.reward else '✗'}" for t in (b, a))
-        samples.add_row(text(b.token_ids[: b.prompt_length].tolist()), *answers)
+        samples.add_row(question(b), *answers)
     console.print(figures)
     console.print(samples, markup=False)
-    solved = (text(t.token_ids[: t.prompt_length].tolist()) for t in after if t.reward)
-    return next(solved, "")
+    return next((question(t) for t in after if t.reward), "")

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from openrlhf.utils import extract_boxed_answer, grade_answer
+from openrlhf.utils import extract_boxed_answer, grade_answer, grade_response
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,31 @@ def test_reward_files_import_nothing_heavy():
         "assert not {'torch', 'sympy', 'transformers'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "right"),
+    [
+        # of an equation, the last side is the answer: a policy learned to copy the question in front of it
+        ("The final answer is 2 + 5 - 3 = 4.", "4", True),
+        ("The final answer is 2 + 5 - 3 = 7.", "4", False),
+        ("The final answer is $2 + 5 - 3 = 7$.", "4", False),
+        ("The answer is $2 + 5 - 3$ = 7", "4", False),
+        ("The answer is 2 + 5 = 7 - 3 = 4", "4", True),
+        (r"\boxed{2 + 5 - 3 = 7}", "4", False),
+        (r"\boxed{2 + 5 - 3 = 4}", "4", True),
+        ("The answer is x = 4", "4", True),
+        # a question that is copied answers nothing
+        ("The final answer is 2 + 5 - 3.", "4", False),
+        (r"\boxed{2 \times 3}", "6", False),
+        # numbers in other forms are answers
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        ("The answer is 1/2", "0.5", True),
+        (r"\boxed{2^{10}}", "1024", True),
+        ("The answer is -14.", "-14", True),
+        (r"\boxed{1 + \sqrt{2}}", r"\sqrt{2} + 1", True),
+        ("", "4", False),
+    ],
+)
+def test_final_answers_of_responses(response: str, label: str, right: bool) -> None:
+    assert grade_response(response, label) == right

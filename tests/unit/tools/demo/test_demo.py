@@ -34,13 +34,16 @@ def answered(prompt_id: int, problem: str, answer: str, reward: float) -> Trajec
 def test_what_is_printed_before_and_after(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Brackets are text, and special tokens are left out."""
+    """Brackets are text; special tokens, and what a template writes around a problem, are left out."""
     monkeypatch.setenv("COLUMNS", "100")
     end, rollouts = TOKENIZER.eos_token, tmp_path / "run" / "rollouts"
     rollouts.mkdir(parents=True)
     TOKENIZER.save_pretrained(tmp_path / "policy")
-    before = [answered(0, "1 + 1", f"3{end}", 0.0), answered(1, "2 + 2", f"[bold]4{end}", 1.0)]
-    after = [answered(0, "1 + 1", f"[i]2{end}", 1.0), answered(1, "2 + 2", f"4{end}", 1.0)]
+    (tmp_path / "task").mkdir()
+    rows = [json.dumps({"input": problem}) + "\n" for problem in ("1 + 1", "2 + 2")]
+    (tmp_path / "task" / "eval.jsonl").write_text("".join(rows))
+    before = [answered(0, "9 1 + 1", f"3{end}", 0.0), answered(1, "9 2 + 2", f"[bold]4{end}", 1.0)]
+    after = [answered(0, "9 1 + 1", f"[i]2{end}", 1.0), answered(1, "9 2 + 2", f"4{end}", 1.0)]
     write(rollouts, 0, before, "eval")
     write(rollouts, 5, after, "eval")
     assert demo._show_result(tmp_path, 5) == "1 + 1"
