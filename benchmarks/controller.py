@@ -42,7 +42,7 @@ from openrlhf import heap
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.data.related import identities, parts_of_related
 from openrlhf.observability.journal import Journal, Trained
-from openrlhf.observability.rollout_metrics import sample_metrics
+from openrlhf.observability.rollout_metrics import rollout_metrics, source_metrics
 from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.schedule import training_schedule
 from openrlhf.types import (
@@ -196,7 +196,7 @@ def ours(groups: Sequence[PromptGroup]) -> Clock:
             )
             num_dealt = sum(len(load(dump(batch.select(share))).token_ids) for share in step)
         with now.stage("metrics"):
-            sample_metrics(trajectories, version=4)
+            rollout_metrics(trajectories, version=4) | source_metrics(trajectories, version=4)
     with TemporaryDirectory() as folder, now.stage("journal"):
         journal = Journal(Path(folder))
         journal.write(1, trajectories, trained=Trained(batch=batch, schedule=[step], first_update=0))

@@ -23,7 +23,6 @@ from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampler
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce, announcing_end
 from openrlhf.observability.observer import Observer
-from openrlhf.observability.rollout_metrics import sample_metrics
 from openrlhf.stopping import Dropped, Stop
 from openrlhf.training.advantages import advantage_arguments, compute_advantages, log_prob_metrics
 from openrlhf.training.collect import Collector, check_collected, num_samples, sample_all
@@ -156,7 +155,7 @@ class PPOTrainer(Generic[PolicyT]):
             models = (policy, self.critic, self.teacher, self.reference)
             batch = Batch.of(finished, step.version, **self.config.batch_columns)
             passes = begin_forward(batch, models)
-            step.metrics |= sample_metrics(step.samples, step.version)  # while the models compute
+            announce(self.hooks, Hook.scoring, step)
             step.batch = with_outputs(batch, passes, step.number)
         announce(self.hooks, Hook.scored, step)
 

@@ -49,6 +49,7 @@ from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
@@ -251,6 +252,7 @@ def build_trainer(
         hooks=[
             *attached("rl", config, prompts=prompts),
             PhaseMemory(take=roles.peak_memory),
+            RolloutMetrics(),
             observer,
             *build_hooks(config.train.hooks),
         ],

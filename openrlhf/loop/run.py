@@ -48,7 +48,7 @@ from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
-from openrlhf.observability.rollout_metrics import sample_metrics
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
@@ -344,7 +344,7 @@ class Run:
         step = Step(number=self.step, version=self.version, samples=samples, metrics=self._measured)
         self._measured = {}
         if samples:
-            step.metrics |= sample_metrics(samples, self.version)
+            announce([RolloutMetrics()], Hook.scoring, step)
             announce([self._observer], Hook.trained, step)
         step.metrics |= own
         announce([self._observer, *self._hooks], Hook.ended, step)
@@ -413,7 +413,9 @@ class Run:
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
         self._num_episodes = num_samples(step.finished)
         batch = Batch.of(step.finished, self.version, **config.batch_columns)
-        step.batch = with_outputs(batch, begin_forward(batch, models), step.number)
+        passes = begin_forward(batch, models)
+        announce(self._hooks, Hook.scoring, step)
+        step.batch = with_outputs(batch, passes, step.number)
         announce(self._hooks, Hook.scored, step)
         step.batch, metrics = self._assign(step.batch, step.finished, advantages)
         step.metrics |= metrics

@@ -7,12 +7,16 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
+from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.types import Metrics, Trajectory, not_none
 
 
-def sample_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """Returns the `rollout/...` metrics of all samples and those of each source."""
-    return rollout_metrics(trajectories, version) | source_metrics(trajectories, version)
+class RolloutMetrics(Hook):
+    """Adds the metrics of a step's samples to those of the step, while the models read the samples."""
+
+    def scoring(self, step: Step) -> None:
+        step.metrics |= rollout_metrics(step.samples, step.version)
+        step.metrics |= source_metrics(step.samples, step.version)
 
 
 OF_SOURCES = (

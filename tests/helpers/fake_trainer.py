@@ -30,6 +30,7 @@ from openrlhf.observability.hooks.base import Hook
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tools.selftest.step_checks import StepChecks
@@ -195,6 +196,7 @@ def trainer_of(
         hooks=[
             StepChecks(config=config),
             PhaseMemory(take=lambda: Done({"memory/update_gb": 0.5})),
+            RolloutMetrics(),
             observer,
             *hooks,
         ],

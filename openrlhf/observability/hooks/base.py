@@ -81,9 +81,13 @@ class Hook(Selectable):
     def sampled(self, step: Step) -> None:
         """The samples have been collected."""
 
+    def scoring(self, step: Step) -> None:
+        """Policy, reference, teacher and critic have begun to read the samples: what is computed here costs a
+        run no time. The run's record adds the metrics of the samples; in a loop of one's own `log` does."""
+
     def scored(self, step: Step) -> None:
         """`batch` has the log-probs of policy, reference and teacher and the values of the critic, `metrics`
-        those of the samples; in a loop of one's own `log` adds the latter."""
+        those of the samples, in a loop of one's own after `log`."""
 
     def advantages(self, step: Step) -> None:
         """`batch` has advantages and returns, `metrics` theirs and those of rewards."""

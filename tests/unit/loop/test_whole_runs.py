@@ -23,6 +23,7 @@ from openrlhf.loop.rl_command import build_trainer
 from openrlhf.observability.hooks.base import Step
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training.rl_data import RLData
 from openrlhf.types import LossNorm, Prompt
@@ -249,7 +250,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)
-    assert [type(hook) for hook in trainer.hooks] == [StepChecks, PhaseMemory, Observer]
+    assert [type(hook) for hook in trainer.hooks] == [StepChecks, PhaseMemory, RolloutMetrics, Observer]
     trainer.fit()
     trainer.observer.close()
     again = build()

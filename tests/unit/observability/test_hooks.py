@@ -54,7 +54,7 @@ def test_a_run_announces_its_events_in_order(tmp_path: Path) -> None:
     diary = Diary()
     config = config_of(tmp_path, save_steps=2, best_metric_key="none")
     fit(trainer_of(tmp_path, config, total_steps=2, hooks=[diary]))
-    step = ("sampled", "scored", "advantages", "scheduled", "updated", "trained", "synced")
+    step = ("sampled", "scoring", "scored", "advantages", "scheduled", "updated", "trained", "synced")
     assert diary.events == [
         *("evaluated 0", "ended 0"),
         *(f"{name} 1" for name in step),
