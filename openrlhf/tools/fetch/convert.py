@@ -22,16 +22,17 @@ def convert(file: Path, folder: Path) -> None:
     configuration, tokenizer and chat template. The file's quantized weights are computed in float32 and
     rounded once."""
     place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    config = AutoConfig.from_pretrained(**place)
-    weights = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).state_dict()
+    config = AutoConfig.from_pretrained(**place, trust_remote_code=False)
+    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, trust_remote_code=False)
+    weights = read.state_dict()
     with torch.device("meta"):  # a model that knows nothing of the file's format, without random weights
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.load_state_dict({name: weight.bfloat16() for name, weight in weights.items()}, assign=True)
     model.tie_weights()
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(**place)
+    tokenizer: Any = AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
     tokenizer.model_max_length = config.max_position_embeddings
     complete(tokenizer, GGUFReader(file))
     tokenizer.save_pretrained(folder)

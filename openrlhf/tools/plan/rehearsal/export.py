@@ -35,6 +35,6 @@ def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
 
 def _load(folder: Path) -> tuple[Any, list[str]]:
     """Returns the model and the names of weights that its files lack."""
-    model_class = find_class(AutoConfig.from_pretrained(folder))
+    model_class = find_class(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     return model.eval(), sorted(info["missing_keys"])
