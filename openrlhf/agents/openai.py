@@ -27,7 +27,7 @@ from aiohttp import web
 
 from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
-from openrlhf.agents.wire import BadRequest, Object, Wire, as_event, openai_error, refuse
+from openrlhf.agents.wire import TEXT_ALONE, BadRequest, Object, Wire, as_event, openai_error, refuse
 from openrlhf.completions import Completion, SamplingParams
 from openrlhf.data.messages import decoded, join_text, read_calls
 from openrlhf.errors import warn_once
@@ -350,9 +350,7 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     if others := {str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"}:
-        raise BadRequest(
-            f"messages: content of type {min(others)}: only text reaches the policy; leave it out"
-        )
+        raise BadRequest(f"messages: content of type {min(others)}: {TEXT_ALONE}")
     return messages
 
 
@@ -393,7 +391,7 @@ class Server:
             app.router.add_post(wire.path, partial(self._answer, wire))
             if wire.counts:
                 app.router.add_post(wire.counts, partial(self._count, wire))
-        app.router.add_get("/v1/responses", _no_socket)
+            app.router.add_get(wire.path, _no_socket)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         _allow_many_files()

@@ -10,6 +10,9 @@ from openrlhf.data.messages import join_text
 Object = Mapping[str, Any]
 
 
+TEXT_ALONE = "only text reaches the policy; leave it out"
+
+
 class BadRequest(Exception):
     """Raised for a request that cannot be served; the client receives status 400."""
 
@@ -55,28 +58,18 @@ def refuse(request: Object, names: Sequence[str], why: str = "not supported") ->
 
 
 def read_content(value: Any) -> Any:
-    """Returns a content as in chat completions: text, or a list of parts if not all are text."""
+    """Returns the text of a content. Raises BadRequest for other media, which do not reach the policy."""
     if value is None or isinstance(value, str):
         return value or ""
-    parts = [_read_part(part) for part in value]
-    text = join_text(parts)
-    return parts if text is None else text
+    return join_text([_read_part(part) for part in value]) or ""
 
 
 def _read_part(part: Object) -> dict:
     match part:
         case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
             return {"type": "text", "text": text}
-        case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
-            url = f"data:{kind};base64,{data}"
-        case {"type": "image", "source": {"type": "url", "url": url}} | {
-            "type": "input_image",
-            "image_url": str(url),
-        }:
-            pass
         case _:
-            raise BadRequest(f"content of type {part.get('type')!r}: not supported in this form")
-    return {"type": "image_url", "image_url": {"url": url}}
+            raise BadRequest(f"content of type {part.get('type')}: {TEXT_ALONE}")
 
 
 def read_call(call_id: str, name: str, arguments: str) -> dict:

@@ -945,9 +945,8 @@ class PPOConfig(TrainingConfig):
         has_critic = self.uses_critic and self.learns
         if has_critic:
             colocated_with["critic"] = everyone
-        if (
-            self.uses_reference and self.learns and not self.ds.lora.rank
-        ):  # with LoRA, the bare policy is the reference
+        is_bare_policy = bool(self.ds.lora.rank)  # the reference of adapters
+        if self.uses_reference and self.learns and not is_bare_policy:
             colocated_with["ref"] = "actor" if train.colocate_actor_ref else everyone
         if self.uses_reward_model:
             with_critic = has_critic and train.colocate_critic_reward

@@ -62,8 +62,8 @@ def thought_of(message: Message) -> str | None:
 
 
 def is_learned(message: Message) -> bool:
-    """Tells whether an answer is learned: unless it has a weight of 0."""
-    return all(message.get(name, True) for name in WEIGHTS)
+    """Tells whether an answer is learned: unless it has a weight of 0. Rows of Parquet have null for none."""
+    return all(message.get(name) in (None, 1) for name in WEIGHTS)
 
 
 def without_nulls(value: Any) -> Any:

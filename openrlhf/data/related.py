@@ -45,19 +45,19 @@ def parts_of_related(
     return partition(chosen, k) if related is None else related.parts(k)
 
 
-_last: tuple[weakref.ref[np.ndarray], Neighbours | None] | None = None
-"""The tokens that `_compare` compared last, and its result."""
+_last: tuple[weakref.ref[np.ndarray], np.ndarray, Neighbours | None] | None = None
+"""The tokens that `_compare` compared last, the lengths of their sequences, and its result."""
 
 
 def _compare(token_ids: np.ndarray, lengths: Sequence[int]) -> Neighbours | None:
     """Compares sequences; the tokens of a step, which all its models and schedules divide, only once. Returns
     None if no two begin alike."""
     global _last
-    if _last is None or _last[0]() is not token_ids:
-        cells, sizes = token_ids[:, None], np.asarray(lengths)
+    cells, sizes = token_ids[:, None], np.asarray(lengths)
+    if _last is None or _last[0]() is not token_ids or not np.array_equal(_last[1], sizes):
         found = Neighbours.of(cells, sizes) if some_begin_alike(cells, sizes) else None
-        _last = weakref.ref(token_ids), found
-    return _last[1]
+        _last = weakref.ref(token_ids), sizes, found
+    return _last[2]
 
 
 def identities(

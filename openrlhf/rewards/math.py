@@ -61,11 +61,15 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
     finds the left side of an equation, as in "the answer is 2 + 5 - 3 = 7", the right one is compared."""
     from math_verify import parse, verify  # imports sympy, which takes a second
 
-    found = parse(answer)
-    while found and answer.rpartition(str(found[-1]))[2].lstrip(" $").startswith("="):
-        answer = answer.rpartition(str(found[-1]))[2].partition("=")[2]
-        found = parse(answer)
+    while (found := parse(answer)) and (rest := _behind(answer, str(found[-1]))).startswith("="):
+        answer = rest[1:]
     return bool(found and verify(parse(gold), found)) and _is_worked_out(str(found[-1]), truth)
+
+
+def _behind(text: str, part: str) -> str:
+    """Returns the text behind the last occurrence of a part; "" if there is none."""
+    at = text.rfind(part)
+    return text[at + len(part) :].lstrip(" $") if at >= 0 else ""
 
 
 def _is_worked_out(answer: str | None, truth: str) -> bool:

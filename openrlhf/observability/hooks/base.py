@@ -82,8 +82,8 @@ class Hook(Selectable):
         """The samples have been collected."""
 
     def scoring(self, step: Step) -> None:
-        """Policy, reference, teacher and critic have begun to read the samples: what is computed here costs a
-        run no time. The run's record adds the metrics of the samples; in a loop of one's own `log` does."""
+        """Policy, reference, teacher and critic have begun to read the samples, beside which this is called.
+        The run's record adds the metrics of the samples; in a loop of one's own `log` does."""
 
     def scored(self, step: Step) -> None:
         """`batch` has the log-probs of policy, reference and teacher and the values of the critic, `metrics`

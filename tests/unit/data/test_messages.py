@@ -15,6 +15,7 @@ from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.ppo import PromptDataConfig
 from openrlhf.config.supervised import ImageDataConfig, KTODataConfig
 from openrlhf.data.inference import build_answers, build_questions
+from openrlhf.data.messages import is_learned
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
@@ -332,3 +333,13 @@ def test_messages_in_the_form_of_sharegpt() -> None:
         assert as_messages([talk[1], said]) == [expected[1], called]
     with refused(ErrorCode.INVALID_ROW):
         as_messages([talk[1], {"from": "bing", "value": "{}"}])
+
+
+@pytest.mark.parametrize(
+    ("marks", "learned"),
+    [({}, True), ({"weight": None}, True), ({"weight": 1, "loss": True}, True), ({"weight": 0}, False)]
+    + [({"loss": False}, False), ({"train": 0.0, "weight": 1}, False)],
+)
+def test_an_answer_is_learned_unless_its_weight_is_0(marks: dict, learned: bool) -> None:
+    """Rows of Parquet have null for the marks that other rows have."""
+    assert is_learned({"role": "assistant", "content": "4"} | marks) == learned

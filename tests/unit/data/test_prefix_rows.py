@@ -236,6 +236,8 @@ def test_the_models_of_a_step_compare_its_sequences_once(monkeypatch: pytest.Mon
     first, other = (np.array(([*prompt, end] * 8), np.int32) for end in (1, 2))
     parts = [parts_of_related(identities(ids, lengths), lengths, 2) for ids in (first, first, other, first)]
     assert compared == [1, 2, 1]
+    parts_of_related(first, [84, 84], 2)  # the same tokens, divided in another way
+    assert compared == [1, 2, 1, 1]
     assert parts[0] == parts[1] == parts[3] and sorted(i for part in parts[0] for i in part) == [*range(8)]
 
 
