@@ -337,8 +337,14 @@ def test_messages_in_the_form_of_sharegpt() -> None:
 
 @pytest.mark.parametrize(
     ("marks", "learned"),
-    [({}, True), ({"weight": None}, True), ({"weight": 1, "loss": True}, True), ({"weight": 0}, False)]
-    + [({"loss": False}, False), ({"train": 0.0, "weight": 1}, False)],
+    [
+        ({}, True),
+        ({"weight": None}, True),
+        ({"weight": 1, "loss": True}, True),
+        ({"weight": 0}, False),
+        ({"loss": False}, False),
+        ({"train": 0.0, "weight": 1}, False),
+    ],
 )
 def test_an_answer_is_learned_unless_its_weight_is_0(marks: dict, learned: bool) -> None:
     """Rows of Parquet have null for the marks that other rows have."""
