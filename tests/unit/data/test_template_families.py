@@ -3,9 +3,9 @@ the whole conversation as transformers renders it, with TRL's marks of answers, 
 
 import json
 import re
+from datetime import date
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
 from marked import marked
@@ -14,8 +14,21 @@ from template_families import FAMILIES, TEMPLATES, template_of, tokenizer_of
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
 from openrlhf.errors import UsageError
+from openrlhf.text import Calendar
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def a_run_of_another_day(monkeypatch):
+    """Two templates write the date: that of the run, not of the moment at which a row is rendered."""
+    monkeypatch.setattr(Calendar, "today", date(2024, 2, 29))
+
+
+def rendered(tokenizer, messages, tools, **options):
+    """Returns what transformers renders on the day of the run."""
+    options |= {"tools": tools, "strftime_now": Calendar.today.strftime}
+    return tokenizer.apply_chat_template(messages, **options)
 
 
 def user(text):
@@ -118,7 +131,7 @@ def test_what_is_learned_is_what_the_table_says_and_as_the_template_renders_it(n
         found.append(word)
         if sample is not None:
             native = [in_own_form(name, message) for message in messages]
-            text = tokenizer.apply_chat_template(native, tools=tools, tokenize=False)
+            text = rendered(tokenizer, native, tools, tokenize=False)
             assert sample.token_ids[: sample.length].tolist()[:-1] == ended(tokenizer, text)[:-1]
             assert sample.token_ids[-1] in (tokenizer.eos_token_id, ended(tokenizer, text)[-1])
     assert found == table()[name]
@@ -184,9 +197,7 @@ def test_answers_that_the_template_of_trl_marks_are_learned(name):
         word, sample = learned(tokenizer, messages, tools)
         if word == "all":
             native = [in_own_form(name, message) for message in messages]
-            found: Any = tokenizer.apply_chat_template(
-                native, tools=tools, return_dict=True, return_assistant_tokens_mask=True
-            )
+            found = rendered(tokenizer, native, tools, return_dict=True, return_assistant_tokens_mask=True)
             check_marks(tokenizer, sample, found["input_ids"], found["assistant_masks"], HEADERS.get(name))
 
 
