@@ -220,8 +220,9 @@ class Run:
         return [PromptGroup(prompt=t.prompt, trajectories=[t]) for t in given]
 
     def reward(self, groups: Groups, reward: RewardFunction) -> Result[list[PromptGroup]]:
-        """Sets the rewards of all samples by one call of `reward`, in the order of the groups. Errors of the
-        function are raised: a loop that goes on without rewards would train on nothing."""
+        """Sets the rewards of all samples by one call of `reward`, in the order of the groups, in a thread of
+        this process. Errors of the function are raised: a loop that goes on without rewards would train on
+        nothing."""
         return self._lanes.on("engines", self._reward, groups, reward)
 
     def evaluate(

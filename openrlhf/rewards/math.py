@@ -1,7 +1,11 @@
 """Extracts and compares answers: numbers and formulas, and for labels that are words, words."""
 
 import re
+import threading
+from typing import Any
 
+LIMIT = 5
+"""Seconds after which math-verify gives up on an answer, which is then wrong."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORD = re.compile(r"[^\s$]+")
 _ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
@@ -26,8 +30,8 @@ def grade_answer(prediction: str | None, truth: str) -> bool:
     math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. A missing prediction is
     wrong.
 
-    math-verify enforces its time limit by a signal, so call this in the main thread of a process. Reward
-    functions run there.
+    math-verify enforces its time limit by a signal, which reaches the main thread alone. Reward functions of
+    a command run there; in another thread, as for agents and `Run.reward`, there is no limit.
     """
     if prediction is None:
         return False
@@ -46,7 +50,7 @@ def grade_response(response: str, label: str) -> bool:
     r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
     a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
     else its end, in upper or lower case. Of an equation, the last side counts. Where the label is a number, a
-    sum or product that is not worked out is wrong. Call this where `grade_answer` may be called."""
+    sum or product that is not worked out is wrong. Its time is limited as that of `grade_answer`."""
     truth, boxed = final_answer(label), extract_boxed_answer(response)
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth) and _is_worked_out(boxed, truth)
@@ -59,11 +63,17 @@ def grade_response(response: str, label: str) -> bool:
 def _equal(gold: str, answer: str, truth: str = "") -> bool:
     """Returns whether math-verify finds equal answers in two texts, and the second is worked out. Where it
     finds the left side of an equation, as in "the answer is 2 + 5 - 3 = 7", the right one is compared."""
-    from math_verify import parse, verify  # imports sympy, which takes a second
+    import math_verify  # imports sympy, which takes a second
+
+    limit: Any = LIMIT if threading.current_thread() is threading.main_thread() else None
+
+    def parse(text: str) -> list[Any]:
+        return math_verify.parse(text, parsing_timeout=limit)
 
     while (found := parse(answer)) and (rest := _behind(answer, str(found[-1]))).startswith("="):
         answer = rest[1:]
-    return bool(found and verify(parse(gold), found)) and _is_worked_out(str(found[-1]), truth)
+    is_equal = bool(found) and math_verify.verify(parse(gold), found, timeout_seconds=limit)
+    return is_equal and _is_worked_out(str(found[-1]), truth)
 
 
 def _behind(text: str, part: str) -> str:

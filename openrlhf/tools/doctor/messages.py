@@ -537,6 +537,16 @@ MESSAGES = (  # the more specific ones first
         "adapter was trained on.",
     ),
     Message(
+        name="signal-in-thread",
+        source="system",
+        pattern=r"doesn't support threaded environment|signal only works in main thread",
+        sample="ValueError: signal only works in main thread of the main interpreter",
+        meaning="Code that limits its time by a signal, as math-verify does, ran in another thread than the "
+        "main one. Agents and `Run.reward` run there; reward functions of a command run in the main thread.",
+        remedy="Use `grade_answer` or `grade_response` of `openrlhf.utils`, or turn the signal off: "
+        "`parse(text, parsing_timeout=None)` and `verify(gold, found, timeout_seconds=None)`.",
+    ),
+    Message(
         name="too-many-files",
         source="system",
         pattern=r"Too many open files",

@@ -16,6 +16,10 @@ FLOOR = 0.01
 norm that this gradient would have if all elements of all gradients had the same size. Some gradients are
 exactly 0, such as those of key biases, and their computed values are rounding errors."""
 
+PLAIN = 2
+"""Largest multiple of the error of plain transformers that counts as rounding: two errors of equal size that
+come from independent roundings, and one more for the luck of either."""
+
 REPORT = "Report it with the file of this verification; until then do not trust results of this setup."
 
 
@@ -77,12 +81,17 @@ def compared(
     rounding: Rounding,
     meaning: str,
     seconds: float,
+    plain_error: float = 0.0,
 ) -> Finding:
     """Returns the finding about the difference of two computations. `meaning`: text for a failure, its usual
-    causes and what to do."""
+    causes and what to do. `plain_error`: the difference that plain transformers makes by the same change,
+    which counts if the model is more sensitive to rounding than the bound assumes."""
     error, where = largest_difference(difference, scale)
-    how = f"{rounding}; relative to {scale.relative_to}"
-    return judged(check, claim, error, rounding.bound, how=how, where=where, meaning=meaning, seconds=seconds)
+    bound, how = rounding.bound, f"{rounding}; relative to {scale.relative_to}"
+    if PLAIN * plain_error > bound:
+        bound = PLAIN * plain_error
+        how = f"{PLAIN} x {plain_error:.2g}, the error of plain transformers in {rounding.dtype}: above {how}"
+    return judged(check, claim, error, bound, how=how, where=where, meaning=meaning, seconds=seconds)
 
 
 def largest_difference(difference: Difference, scale: Scale) -> tuple[float, str]:

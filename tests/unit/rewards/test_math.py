@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -84,3 +85,11 @@ def test_reward_files_import_nothing_heavy():
 )
 def test_final_answers_of_responses(response: str, label: str, right: bool) -> None:
     assert grade_response(response, label) == right
+
+
+def test_answers_are_graded_in_every_thread():
+    """Agents and `Run.reward` have threads of their own, which signals do not reach."""
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(grade_response, "The answer is 3 + 4 = 7.", "7").result()
+        assert not thread.submit(grade_response, "The answer is 8.", "7").result()
+        assert thread.submit(grade_answer, r"\frac{1}{2}", "0.5").result()

@@ -26,7 +26,7 @@ from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models import backbone, policy, scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import jobs
-from openrlhf.tools.verify import continuing, engine, ranks, trainer
+from openrlhf.tools.verify import compare, continuing, engine, ranks, trainer
 from openrlhf.tools.verify.compare import Gradient, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
 from openrlhf.tools.verify.rounding import Rounding
@@ -248,6 +248,22 @@ def test_a_defect_is_found(
 def test_a_defect_of_one_dtype_is_found(verified: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     coarse_head(monkeypatch)
     assert failed(verified("sft", "bf16")) == {"dtype bf16", "dtype bf16, packed"}
+
+
+def test_a_model_may_be_as_sensitive_to_rounding_as_plain_transformers() -> None:
+    scale = compare.Scale(1.0, {"w": 1.0})
+    rounding = Rounding(dtype="bf16", layers=1, longest_sum=8)  # 5 / 256 sqrt(40) = 0.1235
+    for error, plain_error, verdict, bound in (
+        (0.12, 0.0, Verdict.PROVED, 0.1235),
+        (0.13, 0.0, Verdict.FAILED, 0.1235),
+        (0.13, 0.06, Verdict.FAILED, 0.1235),
+        (0.19, 0.1, Verdict.PROVED, 0.2),
+        (0.21, 0.1, Verdict.FAILED, 0.2),
+    ):
+        difference = compare.Difference(0.0, 1.0, {"w": error})
+        found = compare.compared("c", "C holds", difference, scale, rounding, "m", 0.0, plain_error)
+        assert found.verdict is verdict and found.bound == pytest.approx(bound, abs=1e-4)
+        assert ("plain transformers in bf16" in found.how) == (bound == 0.2)
 
 
 def test_the_report_has_everything_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
