@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.data.reasoning_gym import find_entry, gym_rows
-from openrlhf.tasks import reasoning_gym_reward, word_problem_reward
+from openrlhf.tasks import final_answer_reward, reasoning_gym_reward, word_problem_reward
 from openrlhf.tasks.prepare import EVAL_SEED, labelled, write_rows
 from openrlhf.tasks.word_problem import make_problems
 from reproducible.guess_number import GuessNumber
@@ -172,6 +172,14 @@ TASKS = {
         max_new_tokens=8,
         wrong=wrong_number,
     ),
+    "chain_sum_said": Task(
+        about="the sums of chain_sum; the last number of an answer counts",
+        problems=partial(gym, "chain_sum?max_terms=3&max_digits=1"),
+        reward=final_answer_reward.reward_func,
+        max_new_tokens=24,
+        goal=0.5,
+        flags={"rollout.temperature": 0.7},
+    ),
     "spell_backward": Task(
         about="reasoning-gym's spell_backward: words of three to five letters",
         problems=partial(gym, "spell_backward?min_word_len=3&max_word_len=5"),
@@ -194,10 +202,11 @@ TASKS = {
     "gsm_symbolic": Task(
         about="reasoning-gym's gsm_symbolic: grade-school word problems",
         problems=partial(gym, "gsm_symbolic"),
-        reward=reasoning_gym_reward.reward_func,
+        reward=final_answer_reward.reward_func,
         max_new_tokens=128,
         max_len=512,
         goal=0.2,
+        flags={"rollout.temperature": 0.7},
     ),
     "guess_number": Task(
         about="the game of the tinker cookbook, in small: a number from 1 to 8 in four turns with hints",
@@ -205,16 +214,6 @@ TASKS = {
         reward=None,
         max_new_tokens=5,
         max_len=320,
-        repeats=True,
-        flags={"train.agent_func_path": str(AGENT)},
-    ),
-    "guess_number_1024": Task(
-        about="the game of the tinker cookbook: a number from 1 to 1024 in ten turns with hints",
-        problems=partial(games, "1024 10"),
-        reward=None,
-        max_new_tokens=8,
-        max_len=512,
-        goal=0.8,
         repeats=True,
         flags={"train.agent_func_path": str(AGENT)},
     ),

@@ -48,6 +48,7 @@ def train(
         times,
         optimizer_steps=OPTIMIZER_STEPS,
         loss_type="grpo",
+        temperature=row.task.flags.get("rollout.temperature", 1.0),
         beta=grpo["algo.kl.init_coef"],
         epsilon=grpo["actor.eps_clip"],
     )
