@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from threading import Event, local
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from openrlhf.errors import ErrorCode, UsageError
 
@@ -29,6 +29,12 @@ class Result(Generic[ResultT]):
     def done(self) -> bool:
         """True if `result` would not wait."""
         return self._future.done()
+
+    def __getitem__(self, item: Any) -> NoReturn:
+        raise TypeError("this is a Result: result() waits for its value")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a Result has no {name}: result() waits for its value, which may have it")
 
     def __await__(self) -> Generator[Any, None, ResultT]:
         self._is_read = True

@@ -40,6 +40,7 @@ from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.start import check_output, check_places, find_grace
 from openrlhf.config.checks import folder_problem
 from openrlhf.config.fields import with_values
+from openrlhf.config.ppo_checks import SAME_ANSWER
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.data.prompts import encode_prompts
@@ -285,7 +286,14 @@ class Run:
     ) -> Result[Metrics]:
         """Samples `n` answers to each prompt at `eval.temperature`, and returns the metrics `eval/...` of
         their scores. `reward`: None: the rewards of the flags."""
-        n = n if n is None else whole("n", n)
+        evaluation = self.config.eval
+        if (
+            evaluation.n_samples_per_prompt if n is None else whole("n", n)
+        ) > 1 and evaluation.temperature == 0:
+            text = f"{SAME_ANSWER}; evaluate with n=1, or with a temperature above 0"
+            raise UsageError(
+                ErrorCode.CONFLICT, text, flag="--eval.temperature", value=evaluation.temperature
+            )
         if reward is not None:
             check_function(reward, "reward", *TAKES)
         elif not (self.config.has_rewards or self.config.tasks):

@@ -493,3 +493,27 @@ def test_a_program_without_with_is_finished_and_told_its_errors(model, tmp_path)
     assert "run.close() was never called" in made.stderr, (made.returncode, made.stdout, made.stderr)
     assert "ZeroDivisionError" in made.stderr, made.stderr
     assert len(list(tmp_path.rglob("report.html"))) == 1
+
+
+def test_a_result_that_was_not_awaited_is_told(run):
+    result = run.sample(["Sam"], n=1)
+    for use in (lambda: result[0], lambda: list(result), lambda: result["loss"]):
+        with pytest.raises(TypeError, match=r"this is a Result: result\(\) waits for its value"):
+            use()
+    with pytest.raises(AttributeError, match=r"no trajectories: result\(\) waits"):
+        result.trajectories  # noqa: B018
+    assert len(result.result(60)[0].trajectories) == 1
+
+
+def test_a_loop_evaluates_at_the_temperature_of_the_flags(start, capsys):
+    """Without `eval.dataset`, which its calls of `evaluate` replace."""
+    run = start(**{"eval.temperature": 0, "eval.n_samples_per_prompt": 1})
+    assert "without --eval.dataset" not in capsys.readouterr().err
+    answers: list[str] = []
+    keep = lambda queries, prompts, labels: answers.extend(queries) or [1.0]
+    for _ in range(2):  # with other seeds
+        run.evaluate(["Sam has 4"], keep).result(60)
+    assert answers[0] == answers[1]
+    with refused(ErrorCode.CONFLICT) as error:
+        run.evaluate(["Sam has 4"], keep, n=2)
+    assert error.value.flag == "--eval.temperature"
