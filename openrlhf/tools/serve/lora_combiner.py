@@ -81,8 +81,8 @@ def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
         weights = load_peft_weights(config.lora_path, device="cpu")
     except Exception as error:  # a damaged pickle can raise any error
         raise _wrong_adapter(config, f"its weights cannot be read: {first_line(error)}") from error
-    if getattr(adapter, "rank_pattern", None):  # layers have different ranks
-        return
+    if getattr(adapter, "rank_pattern", None) or getattr(adapter, "target_parameters", None):
+        return  # layers have different ranks, and experts share a weight
     for name, weight in weights.items():
         if ".lora_A." in name and len(weight) != adapter.r:
             raise _wrong_adapter(
