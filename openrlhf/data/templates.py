@@ -85,8 +85,9 @@ class PromptTemplate:
         ends with its content, which the policy continues. Raises BadRow if the value cannot be rendered."""
         if self.apply_chat_template:
             messages = as_messages(value)
-            if all(map(is_blank, messages)):
-                raise BadRow("the prompt is empty.")
+            if all(map(is_blank, messages)):  # an environment may ask instead
+                text = "note: a prompt is empty: the policy reads nothing but the chat template"
+                notify_once(text, self.tokenizer)
             check_ends(messages, self.tokenizer)
             is_open = messages[-1]["role"] == "assistant"
             if is_open and not (join_text(messages[-1].get("content")) or "").strip():

@@ -510,10 +510,15 @@ ADAPTERS = {
 
 def test_adapters_of_experts_merge_into_the_model_that_peft_computes(tmp_path: Path) -> None:
     """All experts of a layer share one weight, whose adapter has the rank of each."""
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
-    ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    config = hf.Qwen3MoeConfig(num_experts=2, num_experts_per_tok=1, **sizes, **heads, **ends)
+    sizes: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+    }
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
+    sizes |= {"num_experts": 2, "num_experts_per_tok": 1, "eos_token_id": 1, "pad_token_id": 0}
+    config = hf.Qwen3MoeConfig(**sizes)
     torch.manual_seed(0)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
