@@ -46,8 +46,8 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
 
 
 def final_answer(label: str | float) -> str:
-    r"""Returns a label's answer: after the last ####, as in GSM8K, else the last \boxed{...}, else all. Raises
-    TypeError for a label that is neither text nor a number."""
+    r"""Returns a label's answer: after the last ####, as in GSM8K, else the last \boxed{...}, else all.
+    Raises TypeError for a label that is neither text nor a number."""
     label = _text(label)
     _, mark, answer = label.rpartition("####")
     return answer.strip() if mark else extract_boxed_answer(label) or label.strip()
