@@ -16,6 +16,7 @@ from openrlhf.api import (
     ErrorCode,
     LoraCombinerConfig,
     UsageError,
+    check_loaded,
     check_model,
     check_saving,
     exporting,
@@ -97,7 +98,10 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> PreTrainedModel:
     auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
     with loading("weights", config.model_path, "--model_path", OF_FILES):
-        base = auto_class.from_pretrained(config.model_path, dtype=dtype, trust_remote_code=False, **labels)
+        options = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True} | labels
+        base, info = auto_class.from_pretrained(config.model_path, **options)
+    new = f"{CLASSIFIER_HEAD}." if config.is_rm else None  # the adapter has it
+    check_loaded(info, config.model_path, "--model_path", new=new)
     if config.is_rm:
         base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
     try:
