@@ -235,6 +235,16 @@ class RMConfig(SupervisedConfig):
     ds: ScorerDeepSpeedConfig = ScorerDeepSpeedConfig()
     logger: LoggerConfig = logger_for("rm")
 
+    @property
+    def margin_key(self) -> str | None:
+        """Column with the margins; None if they are not used."""
+        is_used = self.model.margin_loss_enable and self.model.loss_type == "sigmoid"
+        return "margin" if is_used else None
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        return self.data.columns | {"--model.margin_loss_enable": self.margin_key}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DPOModelConfig(ModelConfig):

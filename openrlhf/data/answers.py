@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, read_value
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import is_learned, join_text, read_calls, read_text
+from openrlhf.data.messages import is_blank, is_learned, join_text, read_calls, read_text
 from openrlhf.data.shown import check_shown
 from openrlhf.data.templates import (
     Message,
@@ -87,6 +87,9 @@ class AnswerColumns:
         first, mark = (0 if self.multiturn else first), self.scored or mark_answer
         for talk in talks:
             learned = [i for i in range(first, len(talk)) if is_learned(talk[i])]
+            if talk[0]["role"] == "assistant" and 0 in learned:
+                text = "the conversation begins with an answer, which nothing asks for."
+                raise BadRow(f'{text}\nTake it out of the row, or give it "weight": 0.')
             check_shown(talk, tokenizer, tools, learned)
         return tuple(mark(talk, first, tokenizer, tools) for talk in talks)
 
@@ -141,8 +144,8 @@ def _no_answer(row: Row, input_key: str) -> UsageError:
 
 
 def plain_answer(prompt: str, answer: str) -> Text:
-    """Returns prompt and answer end to end, with the answer marked and its trailing newlines removed."""
-    text = prompt + answer.rstrip("\n")
+    """Returns prompt and answer end to end, with the answer marked and its trailing line breaks removed."""
+    text = prompt + answer.rstrip("\r\n")
     return Text(text=text, spans=((len(prompt), len(text)),) if text[len(prompt) :].strip() else ())
 
 
@@ -154,8 +157,8 @@ def mark_answer(
     end of the turn as the template renders it, without trailing whitespace, because the policy does not write
     that. The text ends with the last marked turn.
 
-    Raises UsageError for a template that does not render one of these turns directly after its generation
-    prompt, or renders it differently once other messages follow.
+    Raises BadRow if the template does not render one of these turns directly after its generation prompt, or
+    renders it differently once other messages follow.
     """
     every = assistant_turns(messages, first)
     turns = [turn for turn in every if is_learned(messages[turn])]
@@ -173,7 +176,7 @@ def mark_answer(
         is_shown = all(word in text[len(prompt) : len(ended)] for word in words + names)
         if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
-        if len(prompt) < len(ended) and (content or calls):
+        if len(prompt) < len(ended) and not is_blank(messages[turn]):
             spans.append((len(prompt), len(ended)))
             has_end = not ended.endswith(words[-1]) if words and words[-1] else ending(tokenizer)[0].strip()
             if turn != turns[-1] and not has_end:
@@ -188,7 +191,7 @@ ENDLESS = (
 )
 
 
-def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError:
+def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> BadRow:
     message = f"the assistant's message {turn + 1} of {num_messages}"
     if has_several:
         text = (
@@ -202,7 +205,7 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError
             "the loss would be on another text. Write the message\nas the template does, or use a template "
             "that keeps it unchanged (--data.tokenizer_chat_template)."
         )
-    return UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
+    return BadRow(text, ErrorCode.CHAT_TEMPLATE)
 
 
 def assistant_turns(messages: Sequence[Message], first: int) -> list[int]:

@@ -413,6 +413,9 @@ def _csv_rows(file: File, bad_rows: BadRows, columns: list[str]) -> Iterator[Fou
         reader, line = csv.DictReader(lines(), strict=True), 1
         try:
             columns += reader.fieldnames or ()
+            if twice := next((name for name in columns if name and columns.count(name) > 1), ""):
+                text = f"the header has the column {twice!r} twice. Rename one of them."
+                raise file.error(ErrorCode.UNREADABLE, text, line)
             start = size
             for row in reader:
                 line = reader.line_num

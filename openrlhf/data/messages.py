@@ -1,6 +1,7 @@
 """Conversations and tools as chat templates read them: those of rows and of agents' requests. Keys that are
 null are left out, because a table gives each object the keys of all its rows, with null for the others."""
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +22,20 @@ SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by the names of ShareGPT."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of the thoughts before an answer. A template gets them under the names that it has."""
-WEIGHTS = ("weight", "loss", "train")
+WEIGHTS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
+WEIGHTS += ("loss_weight", "loss_scale")
 """Names of the mark, true or 1, false or 0, whether an answer is learned."""
+MASKS = ("masked", "train_detail", "training_detail")
+"""Names of other marks, which are refused: an opposite, and marks of parts of an answer."""
 
 
 def with_role(message: Any) -> Any:
     """Returns a message of ShareGPT, {"from": "human", "value": ...}, with role and content; else itself."""
-    sender = message.get("from") if isinstance(message, dict) and not message.get("role") else None
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") in ("human", "gpt"):
+        return message | {"role": SENDERS[message["role"]]}
+    sender = None if message.get("role") else message.get("from")
     if not isinstance(sender, str) or sender not in SENDERS:
         return message
     role, value = SENDERS[sender], message.get("value")
@@ -81,9 +89,19 @@ def decoded(value: Any) -> Any:
     return value
 
 
+def from_column(value: Any) -> Any:
+    """Returns the list or object whose text the value is, as JSON or as Python's `repr`, which pandas writes
+    into CSV; else the value."""
+    found = decoded(value)
+    if isinstance(found, str) and found.lstrip().startswith(("[{'", "{'")):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(found.strip())
+    return found
+
+
 def read_text(value: Any) -> Any:
-    """Returns the messages whose JSON text the value is, else the value."""
-    found, contents = decoded(value), {"content", "tool_calls", "function_call"}
+    """Returns the messages whose text the value is, see `from_column`; else the value."""
+    found, contents = from_column(value), {"content", "tool_calls", "function_call"}
     is_message = lambda part: isinstance(part, dict) and "role" in part and contents & part.keys()
     is_talk = isinstance(found, list) and found and all(is_message(with_role(part)) for part in found)
     return found if is_talk else value
@@ -96,6 +114,12 @@ def join_text(content: Any) -> str | None:
     parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
     texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
     return "".join(texts) if len(texts) == len(content) else None
+
+
+def is_blank(message: Message) -> bool:
+    """Tells whether a message has no call, no picture and no text but white space."""
+    text = join_text(message.get("content") or "")
+    return text is not None and not text.strip() and not read_calls(message)
 
 
 def read_calls(message: Message) -> list[dict[str, Any]]:
@@ -116,13 +140,14 @@ def render(
 
 
 class Reads(NamedTuple):
-    """Whether a chat template reads tools, texts and parts as contents, objects as arguments of calls, and
-    null as a content; and the names under which it reads thoughts."""
+    """Whether a chat template reads tools, texts and parts as contents, objects as arguments of calls and as
+    results of tools, and null as a content; and the names under which it reads thoughts."""
 
     tools: bool
     texts: bool
     parts: bool
     objects: bool
+    mappings: bool
     null: bool
     thoughts: tuple[str, ...]
 
@@ -139,7 +164,10 @@ def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
             return ""
 
     null = bool(re.search(r"\bis\s+(not\s+)?none\b", template))
-    found = Reads(True, True, True, True, null, tuple(name for name in THOUGHTS if name in template))
+    mappings = bool(re.search(r"\bis\s+(not\s+)?mapping\b", template))
+    found = Reads(
+        True, True, True, True, mappings, null, tuple(name for name in THOUGHTS if name in template)
+    )
     asked = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
     text = shown(asked)
     found = found._replace(parts="probe" in text and not re.search(r"""['"]text['"]\s*:""", text))
@@ -163,6 +191,8 @@ def _fitted(message: Message, form: Reads) -> Message:
         if others := [part for part in content if join_text([part]) is None]:
             raise ValueError(f"it reads text alone, and a content has the part {str(others[0])[:60]}")
         content = join_text(content)
+    elif isinstance(content, dict) and not form.mappings:
+        raise ValueError(f"it reads text, and the result of a tool is an object, {str(content)[:60]}")
     if isinstance(content, str) and not form.texts:
         content = [{"type": "text", "text": content}]
     as_text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -82,8 +82,8 @@ def build_pairs(
     A pair is skipped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
     more, or when both sides are the same, also if only after truncation.
 
-    Raises UsageError for a bad row (see `read_each`), for a template that does not render an answer directly
-    after its generation prompt (DPO), and when no pair is left.
+    Raises UsageError for a bad row (see `read_each`), such as one whose answer a template does not render
+    directly after its generation prompt (DPO), and when no pair is left.
     """
     answers = AnswerColumns(
         template=PromptTemplate(tokenizer, apply_chat_template, input_template),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import assistant_turns
 from openrlhf.data.encode import Text
-from openrlhf.data.messages import read_calls
+from openrlhf.data.messages import is_blank
 from openrlhf.data.templates import Message, Tools, render_messages
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
@@ -32,7 +32,7 @@ def scored_answer(
     prompt = render(messages[:first], add_generation_prompt=True)
     text = render(messages[: turns[-1] + 1], add_generation_prompt=False, is_open=is_open).rstrip("\n")
     start = len([*takewhile(bool, map(eq, prompt, text))])  # length of the common prefix
-    is_empty = not any(messages[turn].get("content") or read_calls(messages[turn]) for turn in turns)
+    is_empty = all(is_blank(messages[turn]) for turn in turns)
     return Text(text=text, spans=() if is_empty else ((start, len(text)),), is_chat=True)
 
 

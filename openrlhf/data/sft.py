@@ -53,8 +53,8 @@ def build_sft_samples(
     tools_key: the column of the tools that the chat template lists.
     verify: check the learned tokens of the first samples, see `check_learned`.
 
-    Raises UsageError for a bad row (see `read_each`), for a template that renders an assistant turn
-    differently once other messages follow, and when no sample is left.
+    Raises UsageError for a bad row (see `read_each`), such as one with an assistant turn that the template
+    renders differently once other messages follow, and when no sample is left.
     """
     if multiturn and not pretrain and not apply_chat_template:
         text = "needs the chat template, which marks the turns. Add --data.apply_chat_template."

@@ -17,11 +17,13 @@ from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import (
     MARK,
+    MASKS,
     WEIGHTS,
     Message,
     as_function,
     as_openai,
-    decoded,
+    from_column,
+    is_blank,
     join_text,
     read_calls,
     read_text,
@@ -83,6 +85,9 @@ class PromptTemplate:
         ends with its content, which the policy continues. Raises BadRow if the value cannot be rendered."""
         if self.apply_chat_template:
             messages = as_messages(value)
+            if all(map(is_blank, messages)):  # an environment may ask instead
+                text = "note: a prompt is empty: the policy reads nothing but the chat template"
+                notify_once(text, self.tokenizer)
             check_ends(messages, self.tokenizer)
             is_open = messages[-1]["role"] == "assistant"
             if is_open and not (join_text(messages[-1].get("content")) or "").strip():
@@ -97,10 +102,13 @@ class PromptTemplate:
 
 
 def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Message]:
-    """Returns a text as one message of `role`, or as the messages whose JSON text it is; messages without
-    keys that are null. Raises BadRow for invalid messages."""
+    """Returns a text as one message of `role`, or as the messages whose text it is; messages without keys
+    that are null. Raises BadRow for invalid messages."""
     value = read_text(value)
     if isinstance(value, str):
+        if _LOOKS_LIKE_MESSAGES.fullmatch(value.strip()) and isinstance(from_column(value), str):
+            text = f"{shortened(value, 60)!r} looks like messages, but cannot be read as JSON."
+            raise BadRow(f"{text}\nWrite the column with json.dumps.")
         return [{"role": role, "content": value}]
     if not value:
         raise BadRow("the list of messages is empty.")
@@ -109,8 +117,7 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             form = '{"role": …, "content": …} or {"from": "human" or "gpt", "value": …}'
             raise BadRow(f"message {i} is not of the form {form}.")
-        if message.get("content") is None and not read_calls(message):
-            raise BadRow(f"message {i} ({message['role']}) has no content.")
+        _check_content(message, i)
         if i > 1 and message["role"] == value[i - 2]["role"] == "assistant":
             raise BadRow(f"messages {i - 1} and {i} are answers in a row; join them, or remove one.")
         for name in WEIGHTS:
@@ -118,12 +125,32 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
                 raise BadRow(
                     f"message {i} has {name} {message[name]!r}; an answer is learned (1) or not (0)."
                 )
+        if mark := next((name for name in MASKS if message.get(name)), None):
+            text = f'message {i} has {mark}, which is not read: mark whole answers by "weight", 1 or 0.'
+            raise BadRow(text)
     return without_nulls([as_openai(message) for message in value])
 
 
+_LOOKS_LIKE_MESSAGES = re.compile(r"""\[\s*\{\s*['"](role|content|from|value)['"]\s*:.*\]""", re.DOTALL)
+
+
+def _check_content(message: Message, number: int) -> None:
+    """Raises BadRow for a message without a content, and for a content that is no text and no list of parts;
+    of a tool it may be an object."""
+    content, role = message.get("content"), message["role"]
+    if content is None and not read_calls(message):
+        raise BadRow(f"message {number} ({role}) has no content.")
+    is_result = isinstance(content, dict) and role not in ("system", "developer", "user", "assistant")
+    if not isinstance(content, str | list | None) and not is_result:
+        raise BadRow(f"the content of message {number} ({role}) is {kind(content)}, not text.")
+    if isinstance(content, list) and (others := [part for part in content if not isinstance(part, dict)]):
+        form = '{"type": "text", "text": …}'
+        raise BadRow(f"a part of message {number} ({role}) is {kind(others[0])}, not of the form {form}.")
+
+
 def read_tools(row: Row, key: str | None) -> Tools | None:
-    """Returns the tools in a column, a list or its JSON text; None without any. Raises BadRow for others."""
-    tools = None if key is None else decoded(row.get(key))
+    """Returns the tools in a column, a list or its text; None without any. Raises BadRow for others."""
+    tools = None if key is None else from_column(row.get(key))
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -135,13 +162,16 @@ def read_tools(row: Row, key: str | None) -> Tools | None:
 def joined(
     prompt: list[Message], answer: list[Message], prompt_key: str, answer_key: str, remedy: str
 ) -> list[Message]:
-    """Joins the messages of two columns. Raises BadRow if the second repeats the end of the first, apart from
-    white space, or if both are turns of the assistant."""
+    """Joins the messages of two columns. Raises BadRow if the second begins with messages of the first, apart
+    from white space, or with a system message, or if both are turns of the assistant."""
     plain = lambda content: content if (text := join_text(content)) is None else text
     squeezed = lambda m: (m["role"], "".join(str(plain(m.get("content"))).split()), read_calls(m))
     ours, theirs = [*map(squeezed, prompt)], [*map(squeezed, answer)]
-    if any(ours[-count:] == theirs[:count] for count in range(1, 1 + min(len(ours), len(theirs)))):
+    asked = [*takewhile(lambda said: said[0] != "assistant", theirs)]
+    if any(said in ours for said in asked):
         raise BadRow(f"column {answer_key!r} already begins with the messages of {prompt_key!r};\n{remedy}")
+    if any(said[0] == "system" for said in asked):
+        raise BadRow(f"column {answer_key!r} has a system message behind those of {prompt_key!r};\n{remedy}")
     if ours[-1][0] == theirs[0][0] == "assistant":
         raise BadRow(f"columns {prompt_key!r} and {answer_key!r} have an answer each, in a row;\n{remedy}")
     return prompt + answer

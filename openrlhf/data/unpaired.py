@@ -67,8 +67,9 @@ def build_unpaired(
     to end, truncated at max_len. The choice of the row follows from `seed` and the dataset alone (see
     `other_prompts`), so the KL estimated on it depends neither on micro-batches nor on the number of ranks.
 
-    Raises UsageError for a bad row (see `read_each`), for a template that does not render an answer directly
-    after its generation prompt, when no answer is left, and when all that are left have the same prompt.
+    Raises UsageError for a bad row (see `read_each`), such as one whose answer a template does not render
+    directly after its generation prompt, when no answer is left, and when all that are left have the same
+    prompt.
     """
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     answer = AnswerColumns.of(template, input_key, output_key, tools_key=tools_key)

@@ -30,7 +30,7 @@ from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.data.encode import tokenize_text
 from openrlhf.data.image_rows import load_auto_processor
 from openrlhf.data.templates import ending
-from openrlhf.errors import ErrorCode, UsageError, first_line, notify
+from openrlhf.errors import ErrorCode, UsageError, counted, first_line, notify, notify_once
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
 from openrlhf.models.backbone import get_row_layout
@@ -78,7 +78,23 @@ def load_causal_lm(
     options |= {} if experts is None else {"experts_implementation": experts}
     options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
-    return load_for_rows(auto_class, path, attention, max_len, liger, images, **options)[0]
+    model, info = load_for_rows(auto_class, path, attention, max_len, liger, images, **options)
+    check_loaded(info, path, flag)
+    if others := sorted(info["unexpected_keys"]):
+        text = f"its files have weights that a {type(model).__name__} lacks, such as {others[0]}"
+        notify_once(f"note: {flag} {path}: {text} ({len(others)} of them); they are left out")
+    return model
+
+
+def check_loaded(info: Mapping[str, Any], path: str, flag: str, *, new: str | None = None) -> None:
+    """Raises UsageError for weights that the files lack, which transformers fills with random numbers.
+    `info`: what it says of the loading. `new`: beginning of the names of weights that shall be random."""
+    if missing := sorted(key for key in info["missing_keys"] if new is None or not key.startswith(new)):
+        text = (
+            f"its files lack {counted(len(missing), 'weight')} of the model, such as {missing[0]}, which\n"
+            "would be random. Name a folder with the whole model; a reward model has no head for tokens."
+        )
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
 
 
 LOADING_KWARGS = ("ignore_mismatched_sizes", "use_safetensors", "weights_only")
@@ -123,14 +139,16 @@ def load_generator(
     `attention` auto: transformers' default."""
     config = load_config(path, flag)
     with loading("weights", path, errors=OF_FILES):
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             model_folder(path, weights=True),
             config=config,
             trust_remote_code=False,
+            output_loading_info=True,
             dtype=DTYPES[dtype],
             attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
             **(nf4(dtype, config) if in_4bit else {}),
         )
+    check_loaded(info, path, flag)
     keep_nf4(model)
     fix_frequencies(model, max_len)
     return model

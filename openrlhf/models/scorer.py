@@ -26,6 +26,7 @@ from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
 from openrlhf.models.loading import (
     DTYPES,
     apply_kwargs,
+    check_loaded,
     check_model,
     load_config,
     load_for_rows,
@@ -122,6 +123,7 @@ def load_scorer(
         **others,
         **(nf4(dtype, config) if in_4bit else {}),
     )
+    check_loaded(loaded, path, flag, new=f"{CLASSIFIER_HEAD}.")
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
         raise _no_head(path, flag, name)
     if name != CLASSIFIER_HEAD:

@@ -10,6 +10,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORD = re.compile(r"[^\s$]+")
 _ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
 """Special tokens at the end of a response."""
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_GROUPS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))")
+"""Thin spaces of 10\\,000, which math-verify multiplies."""
+_SPACED = re.compile(r"(?<=\d)\s(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"[-+]?[\d.,]+")
 _SUM = re.compile(r"\d\s*(?:[-+*\u00d7\u00b7]|\\times|\\cdot)\s*\d")
 """A sum, difference or product of numbers, which a policy could copy from the question."""
@@ -25,32 +29,38 @@ def extract_boxed_answer(text: str) -> str | None:
     return None
 
 
-def grade_answer(prediction: str | None, truth: str) -> bool:
+def grade_answer(prediction: str | None, truth: str | float) -> bool:
     """Returns True if two answers are equal: the same text apart from whitespace, or, according to
-    math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. A missing prediction is
-    wrong.
+    math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. Digits may be in groups
+    of three, and a full stop may follow. A missing prediction is wrong.
 
     math-verify enforces its time limit by a signal, which reaches the main thread alone. Reward functions of
     a command run there; in another thread, as for agents and `Run.reward`, there is no limit.
     """
     if prediction is None:
         return False
+    prediction, truth = (_SPACED.sub("", _text(answer).strip().rstrip(".")) for answer in (prediction, truth))
     if "".join(prediction.split()) == "".join(truth.split()):
         return True
     return _equal(f"\\boxed{{{truth}}}", f"\\boxed{{{prediction}}}")
 
 
-def final_answer(label: str) -> str:
-    r"""Returns a label's answer: after the last ####, as in GSM8K, else the last \boxed{...}, else all."""
+def final_answer(label: str | float) -> str:
+    r"""Returns a label's answer: after the last ####, as in GSM8K, else the last \boxed{...}, else all.
+    Raises TypeError for a label that is neither text nor a number."""
+    label = _text(label)
     _, mark, answer = label.rpartition("####")
     return answer.strip() if mark else extract_boxed_answer(label) or label.strip()
 
 
-def grade_response(response: str, label: str) -> bool:
+def grade_response(response: str, label: str | float) -> bool:
     r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
     a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
-    else its end, in upper or lower case. Of an equation, the last side counts. Where the label is a number, a
-    sum or product that is not worked out is wrong. Its time is limited as that of `grade_answer`."""
+    else its end, in upper or lower case. If it has <answer>...</answer>, the last one alone is read. Of an
+    equation, the last side counts. Where the label is a number, a sum or product that is not worked out is
+    wrong. Its time is limited as that of `grade_answer`. Raises TypeError for a label that is neither text
+    nor a number."""
+    response = next(iter(_TAGGED.findall(response)[-1:]), response)
     truth, boxed = final_answer(label), extract_boxed_answer(response)
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth) and _is_worked_out(boxed, truth)
@@ -67,6 +77,8 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
 
     limit: Any = LIMIT if threading.current_thread() is threading.main_thread() else None
 
+    gold, answer = _GROUPS.sub("", gold), _GROUPS.sub("", answer)
+
     def parse(text: str) -> list[Any]:
         return math_verify.parse(text, parsing_timeout=limit)
 
@@ -74,6 +86,12 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
         answer = rest[1:]
     is_equal = bool(found) and math_verify.verify(parse(gold), found, timeout_seconds=limit)
     return is_equal and _is_worked_out(str(found[-1]), truth)
+
+
+def _text(answer: str | float) -> str:
+    if not isinstance(answer, str | int | float):
+        raise TypeError(f"an answer or a label is text or a number, not {answer!r}")
+    return str(answer)
 
 
 def _behind(text: str, part: str) -> str:

@@ -51,8 +51,7 @@ class RewardModelTask(PairTask[RMConfig]):
 
     @property
     def margin_key(self) -> str | None:
-        model = self.config.model
-        return "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
+        return self.config.margin_key
 
     def load_model(self, tokenizer: PreTrainedTokenizerBase) -> ScoreModel:
         config, in_4bit = self.config, self.config.ds.load_in_4bit

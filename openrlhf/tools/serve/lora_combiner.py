@@ -16,6 +16,7 @@ from openrlhf.api import (
     ErrorCode,
     LoraCombinerConfig,
     UsageError,
+    check_loaded,
     check_model,
     check_saving,
     exporting,
@@ -81,8 +82,8 @@ def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
         weights = load_peft_weights(config.lora_path, device="cpu")
     except Exception as error:  # a damaged pickle can raise any error
         raise _wrong_adapter(config, f"its weights cannot be read: {first_line(error)}") from error
-    if getattr(adapter, "rank_pattern", None):  # layers have different ranks
-        return
+    if getattr(adapter, "rank_pattern", None) or getattr(adapter, "target_parameters", None):
+        return  # layers have different ranks, and experts share a weight
     for name, weight in weights.items():
         if ".lora_A." in name and len(weight) != adapter.r:
             raise _wrong_adapter(
@@ -97,7 +98,10 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> PreTrainedModel:
     auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
     with loading("weights", config.model_path, "--model_path", OF_FILES):
-        base = auto_class.from_pretrained(config.model_path, dtype=dtype, trust_remote_code=False, **labels)
+        options = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True} | labels
+        base, info = auto_class.from_pretrained(config.model_path, **options)
+    new = f"{CLASSIFIER_HEAD}." if config.is_rm else None  # the adapter has it
+    check_loaded(info, config.model_path, "--model_path", new=new)
     if config.is_rm:
         base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
     try:

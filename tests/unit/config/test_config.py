@@ -1139,6 +1139,19 @@ def test_paths_with_commas_and_ats(say, tmp_path):
 # ---- what follows from several flags
 
 
+@pytest.mark.parametrize(
+    ("line", "column"),
+    [
+        ("", None),
+        ("--model.margin_loss_enable", "margin"),
+        ("--model.margin_loss_enable --model.loss_type logexp", None),
+    ],
+)
+def test_the_column_of_margins_belongs_to_those_that_are_read(line, column, say):
+    config, _ = say(RM, line)
+    assert config.columns["--model.margin_loss_enable"] == column
+
+
 def test_derived_values(say):
     config, _ = say(
         PPO, "--logger.wandb.run_name r --ckpt.output_dir o --rollout.batch_size 256 --train.max_epochs 3"

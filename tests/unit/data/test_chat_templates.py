@@ -225,13 +225,13 @@ def test_qwen3_shows_earlier_turns_without_their_thoughts():
 @pytest.mark.parametrize("first", ["<think>\nHm.\n</think>\n\nHello there.", "Hello there."])
 def test_qwen3_cannot_learn_many_turns_at_once(first):
     talk = [user("Hi."), assistant(first), *TALK[2:]]
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
         sft("qwen3", talk, multiturn=True)
     assert "message 2 of 4" in told.value.text and "--data.multiturn" in told.value.text
 
 
 def test_a_thought_that_qwen3_writes_otherwise_is_refused():
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
         sft("qwen3", [user("Hi."), assistant("<think>Hm.</think>No.")])
     assert "message 2 of 2" in told.value.text and "--data.multiturn" not in told.value.text
 

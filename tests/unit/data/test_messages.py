@@ -20,7 +20,7 @@ from openrlhf.data.preference import build_pairs
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
-from openrlhf.data.templates import as_messages
+from openrlhf.data.templates import as_messages, read_tools
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards.models import RewardReader
@@ -276,6 +276,90 @@ def test_text_that_is_no_conversation_stays_text():
     assert as_messages(json.dumps(talk), role="assistant") == talk
 
 
+def test_text_as_python_writes_it_is_a_conversation():
+    """pandas writes lists into CSV as `repr` does, and those of NumPy without commas."""
+    talk = [
+        {"role": "user", "content": 'it\'s "so"'},
+        {"role": "assistant", "content": "yes", "weight": None},
+    ]
+    assert as_messages(repr(talk)) == as_messages(json.dumps(talk)) == as_messages(talk)
+    tools = [tool("f", x="string")]
+    assert read_tools({"tools": repr(tools)}, "tools") == tools
+    for text in (repr(talk).replace("}, {", "}\n {"), json.dumps(talk).replace('"yes"', '"yes')):
+        with refused(ErrorCode.INVALID_ROW) as told:
+            as_messages(text)
+        assert "looks like messages" in told.value.text and "json.dumps" in told.value.text
+
+
+@pytest.mark.parametrize("mark", [{"masked": True}, {"train_detail": [{"begin_offset": 0, "train": False}]}])
+def test_marks_of_parts_of_an_answer_are_refused(mark: dict) -> None:
+    with refused(ErrorCode.INVALID_ROW) as told:
+        as_messages([{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"} | mark])
+    assert next(iter(mark)) in told.value.text and '"weight"' in told.value.text
+    as_messages(
+        [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"} | dict.fromkeys(mark)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"answer": 4}, "is an object, not text"),
+        (4, "is a number, not text"),
+        (True, "is true or false, not text"),
+        (["4"], "is text, not of the form"),
+        ([{"type": "text", "text": "4"}, None], "is null, not of the form"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_content_is_text_or_a_list_of_parts(content: object, reason: str, role: str) -> None:
+    """A template would write what Python prints for it."""
+    talk = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    talk[role == "assistant"]["content"] = content
+    with refused(ErrorCode.INVALID_ROW, value="rows", row=1) as told:
+        build_sft_samples(Rows.of([{"messages": talk}]), with_template(), **SFT_OPTIONS)
+    assert reason in told.value.text and f"({role})" in told.value.text
+
+
+def test_the_result_of_a_tool_is_an_object_only_where_the_template_reads_one() -> None:
+    rows = Rows.of([ROWS[0] | {"messages": [dict(message) for message in ROWS[0]["messages"]]}])
+    rows[0]["messages"][2]["content"] = {"sky": "clear"}
+    reads = TEMPLATE.replace(
+        "{{ m['content'] }}",
+        "{% if m['content'] is mapping %}{{ m['content'] | tojson }}{% else %}{{ m['content'] }}{% endif %}",
+    )
+    (sample,) = build_sft_samples(rows, with_template(reads), **SFT_OPTIONS)
+    assert '<|tool|>{"sky": "clear"}<|end|>' in decode(with_template(), sample.token_ids.tolist())
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1) as told:
+        build_sft_samples(rows, with_template(), **SFT_OPTIONS)
+    assert "the result of a tool is an object" in told.value.text
+
+
+@pytest.mark.parametrize(
+    "blank", ["", " \n", [], [{"type": "text", "text": ""}, {"type": "text", "text": " "}]]
+)
+def test_blank_messages_teach_and_ask_nothing(blank: object, capsys) -> None:
+    asked, tokenizer = [{"role": "user", "content": "2+2"}], with_template()
+    rows = [{"messages": [*asked, {"role": "assistant", "content": content}]} for content in (blank, "4")]
+    samples = build_sft_samples(Rows.of(rows), tokenizer, **SFT_OPTIONS)
+    assert len(samples) == 1 and samples.skipped.total() == 1
+    for content in ("2+2", blank):
+        assert "empty" not in capsys.readouterr().err
+        rows = Rows.of([{"messages": [{"role": "user", "content": content}]}])
+        build_prompts(rows, tokenizer, **CHAT, input_key="messages", label_key=None)
+    assert "a prompt is empty" in capsys.readouterr().err
+
+
+def test_an_answer_at_the_head_of_a_conversation_is_context_alone() -> None:
+    talk = [{"role": role, "content": role} for role in ("assistant", "user", "assistant")]
+    with refused(ErrorCode.INVALID_ROW, value="rows", row=1) as told:
+        build_sft_samples(Rows.of([{"messages": talk}]), with_template(), **SFT_OPTIONS)
+    assert "begins with an answer" in told.value.text and '"weight": 0' in told.value.text
+    talk[0]["weight"] = 0
+    (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), with_template(), **SFT_OPTIONS)
+    assert decode(with_template(), sample.token_ids[sample.action_mask].tolist()) == "assistant<|end|>"
+
+
 def test_turns_with_calls_alone_do_not_lack_an_end(caplog):
     build_sft_samples(Rows.of(ROWS), with_template(), **SFT_OPTIONS)
     assert not caplog.text
@@ -333,6 +417,8 @@ def test_messages_in_the_form_of_sharegpt() -> None:
         assert as_messages([talk[1], said]) == [expected[1], called]
     with refused(ErrorCode.INVALID_ROW):
         as_messages([talk[1], {"from": "bing", "value": "{}"}])
+    renamed = [{"role": "human", "content": "Hi."}, {"role": "gpt", "content": "Ho."}]
+    assert [message["role"] for message in as_messages(renamed)] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(
@@ -344,6 +430,12 @@ def test_messages_in_the_form_of_sharegpt() -> None:
         ({"weight": 0}, False),
         ({"loss": False}, False),
         ({"train": 0.0, "weight": 1}, False),
+        ({"training": False}, False),
+        ({"trainable": False}, False),
+        ({"loss_mask": 0}, False),
+        ({"step_loss_mask": 0}, False),
+        ({"loss_weight": 0}, False),
+        ({"loss_scale": 0.0}, False),
     ],
 )
 def test_an_answer_is_learned_unless_its_weight_is_0(marks: dict, learned: bool) -> None:

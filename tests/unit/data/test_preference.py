@@ -298,6 +298,14 @@ def test_answers_that_begin_with_the_prompt_are_refused(prompt, score_last_token
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
         build([row], score_last_token=score_last_token)
     assert "'chosen' already begins" in told.value.text and "--data.prompt_key" in told.value.text
+    system = {"role": "system", "content": "Count."}
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+        row["chosen"] = [system, user("1+2"), assistant("33")]
+        build([row], score_last_token=score_last_token)
+    assert "'chosen' already begins" in told.value.text
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+        build([row | {"chosen": [system, assistant("33")]}], score_last_token=score_last_token)
+    assert "'chosen' has a system message behind those of 'prompt'" in told.value.text
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
         build([ROW | {"prompt": [user("1+2"), assistant("3")]}], score_last_token=score_last_token)
     assert "'prompt' and 'chosen' have an answer each" in told.value.text
@@ -314,7 +322,7 @@ def test_a_template_that_shows_another_header_than_it_asks_for_can_only_be_score
     """Such a template opens a thought, for example, which the finished conversation does not show."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("%}<|assistant|>", "%}" + header)
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
         build([ROW], tokenizer)
     assert "message 2 of 2" in told.value.text and "--data.tokenizer_chat_template" in told.value.text
     (pair,) = build([ROW], tokenizer, score_last_token=True)

@@ -118,6 +118,13 @@ def test_golden_tokens_of_an_input_template(tokenizer):
     assert sample.action_mask.dtype == torch.bool
 
 
+@pytest.mark.parametrize("breaks", ["", "\n", "\r\n", "\r\n\r\n"])
+def test_line_breaks_behind_an_answer_are_not_learned(tokenizer, breaks):
+    changes = {"apply_chat_template": False, "input_template": None}
+    (sample,) = build([{"input": "1+2=", "output": f"3\r\n4{breaks}"}], tokenizer, **changes)
+    assert learned_texts(sample, tokenizer) == ["3\r\n4<|im_end|>"]
+
+
 def test_golden_tokens_of_a_chat_template(tokenizer):
     (sample,) = build([{"input": "1+2", "output": "hi 3"}], tokenizer)
     text = "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\nhi 3<|im_end|>"
@@ -252,7 +259,7 @@ def test_a_template_that_rewrites_history_is_refused_for_many_turns_only(templat
     tokenizer = tokenizer_with(template)
     talk = [dict(message) for message in TALK]
     talk[1]["content"], talk[3]["content"] = contents
-    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
         build([{"input": talk}], tokenizer, output_key=None, multiturn=True)
     assert "message 2 of 4" in told.value.text and "--data.tokenizer_chat_template" in told.value.text
     (sample,) = build([{"input": talk}], tokenizer, output_key=None)

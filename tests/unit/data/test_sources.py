@@ -261,6 +261,16 @@ def test_quoted_newlines_and_long_values_of_csv(tmp_path):
     assert rows.origin(1) == f"{path}:4"
 
 
+def test_a_header_of_csv_names_each_column_once(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("input,output,output\n1,2,3\n")
+    with refused(ErrorCode.UNREADABLE, flag=FLAG, value=path, row=1) as told:
+        load(path)
+    assert "'output' twice" in told.value.text
+    path.write_text(",input,\n0,one,\n")  # without names: an index, and a comma at the end
+    assert load(path)[0]["input"] == "one"
+
+
 def test_devices_and_pipes_are_no_datasets(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for place in ("/dev/null", tmp_path / "pipe.jsonl"):

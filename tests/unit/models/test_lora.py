@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.prepare import prepare
+from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tools.selftest.verify import check_adapters
 from openrlhf.tools.serve.flags import lora_combiner as combine
 from openrlhf.types import PackedRow, Sample
@@ -504,6 +506,35 @@ ADAPTERS = {
     "magnitudes (DoRA)": {"use_dora": True},
     "ranks of layers": {"rank_pattern": {"layers.0.self_attn.q_proj": 2}},
 }
+
+
+def test_adapters_of_experts_merge_into_the_model_that_peft_computes(tmp_path: Path) -> None:
+    """All experts of a layer share one weight, whose adapter has the rank of each."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+    }
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
+    sizes |= {"num_experts": 2, "num_experts_per_tok": 1, "eos_token_id": 1, "pad_token_id": 0}
+    config = hf.Qwen3MoeConfig(**sizes)
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    about = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=experts, task_type="CAUSAL_LM")
+    load = partial(hf.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    model = peft.get_peft_model(load(tmp_path / "base"), about)
+    with torch.no_grad():
+        for param in (param for param in model.parameters() if param.requires_grad):
+            param += torch.randn_like(param)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(9)[None]
+    expected = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")(ids).logits
+    merged = load(combined(tmp_path / "base", tmp_path / "adapter"))(ids).logits
+    torch.testing.assert_close(merged, expected, atol=1e-4 * expected.abs().max().item(), rtol=0)
+    assert (expected - load(tmp_path / "base")(ids).logits).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -4,16 +4,17 @@ cannot be built or saved, and tokens without an embedding."""
 import errno
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from refusals import refused
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer
+from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_generator, load_tokenizer
 from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.models.sizes import model_size
@@ -106,6 +107,38 @@ def changed(folder: Path, name: str, **values: object) -> str:
     file = model / name
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
     return str(model)
+
+
+def test_weights_that_the_files_lack_would_be_random(tmp_path: Path) -> None:
+    """Reward models have no head for tokens; those with a tied one have it."""
+    untied = changed(tmp_path / "untied", "config.json", tie_word_embeddings=False)
+    cut = changed(tmp_path / "cut", "config.json")
+    file = Path(cut, "model.safetensors")
+    tensors = load_file(file)
+    lost = next(name for name in tensors if "layers.1." in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"})
+    options = {"flag": FLAG, "dtype": "fp32", "attention": "auto"}
+    for load, model, name in (
+        (load_causal_lm, untied, "lm_head.weight"),
+        (load_causal_lm, cut, lost),
+        (partial(load_generator, max_len=8), untied, "lm_head.weight"),
+        (load_scorer, cut, lost),
+    ):
+        with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model) as told:
+            load(model, **options)
+        assert f"lack 1 weight of the model, such as {name}" in told.value.text
+    load_scorer(untied, **options)  # with a fresh head
+
+
+def test_weights_that_the_model_lacks_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = changed(tmp_path, "config.json")
+    options = {"flag": FLAG, "dtype": "fp32", "attention": "auto"}
+    load_causal_lm(model, **options)
+    file = Path(model, "model.safetensors")
+    save_file(load_file(file) | {"score.weight": torch.zeros(1, 4)}, file, {"format": "pt"})
+    assert "lacks" not in capsys.readouterr().err
+    load_causal_lm(model, **options)
+    assert "such as score.weight (1 of them)" in " ".join(capsys.readouterr().err.split())
 
 
 METHODS = ("fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "bitsandbytes")

@@ -38,6 +38,12 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         (r"2\sqrt{2}", r"\sqrt{8}"),
         (r"\{2, 1\}", r"\{1,2\}"),
         ("a word", "aword"),
+        ("42.", "42"),
+        (r"10\,000", "10000"),
+        (r"1~234\;567", "1,234,567"),
+        ("10 000", "10000"),
+        ("42", 42),
+        (r"\frac{1}{2}", 0.5),
     ],
 )
 def test_equal_answers(prediction, truth):
@@ -45,7 +51,17 @@ def test_equal_answers(prediction, truth):
 
 
 @pytest.mark.parametrize(
-    ("prediction", "truth"), [("41", "42"), (None, "42"), ("", "42"), ("x+2", "x+1"), ("(1,2)", "(2,1)")]
+    ("prediction", "truth"),
+    [
+        ("41", "42"),
+        (None, "42"),
+        ("", "42"),
+        ("x+2", "x+1"),
+        ("(1,2)", "(2,1)"),
+        (r"10\,000", "0"),
+        ("1 200", "200"),
+        ("41", 42),
+    ],
 )
 def test_wrong_answers_are_rejected(prediction, truth):
     assert not grade_answer(prediction, truth)
@@ -81,10 +97,30 @@ def test_reward_files_import_nothing_heavy():
         ("The answer is -14.", "-14", True),
         (r"\boxed{1 + \sqrt{2}}", r"\sqrt{2} + 1", True),
         ("", "4", False),
+        # groups of digits, which math-verify would multiply
+        (r"The answer is $10\,000$.", "10000", True),
+        (r"The answer is $10\,000$.", "0", False),
+        # the format of DeepSeek-R1: what is in the tags
+        ("<think>1+1</think><answer>2</answer>", "2", True),
+        ("<think>1+1</think> <answer> The answer is 3/4. </answer><|im_end|>", "0.75", True),
+        (r"<think>\boxed{3}</think><answer>4</answer>", "3", False),
+        ("<answer>3</answer> no: <answer>4</answer>", "4", True),
+        ("<answer>Yes</answer>", "yes", True),
+        ("<think>4</think><answer>", "4", False),
+        # numbers as they are in the file
+        (r"\boxed{5}", 5, True),
+        ("The answer is 0.5", 0.5, True),
+        (r"\boxed{5}", 6, False),
     ],
 )
-def test_final_answers_of_responses(response: str, label: str, right: bool) -> None:
+def test_final_answers_of_responses(response: str, label: str | float, right: bool) -> None:
     assert grade_response(response, label) == right
+
+
+@pytest.mark.parametrize("label", [None, ["5"], {"answer": 5}])
+def test_a_label_is_text_or_a_number(label: object) -> None:
+    with pytest.raises(TypeError, match="text or a number"):
+        grade_response(r"\boxed{5}", label)  # type: ignore[arg-type]
 
 
 def test_answers_are_graded_in_every_thread():
