@@ -15,6 +15,7 @@ evaluation work on one lane, the models on another, each in the order of submiss
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -133,6 +134,8 @@ class Run:
         """True if the loop has asked for a checkpoint."""
         self._measured: Metrics = {}
         """Metrics since the last `log`."""
+        self._began = time.monotonic()
+        """When the first step began: `log` creates the observer only at its end."""
 
     def _start(self, placement: Placement, steps: int, held: ExitStack) -> None:
         """Starts engines and models, which end with `held`."""
@@ -536,7 +539,7 @@ class Run:
         self._held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
         about = {"decode": self._decode, "dtype": config.ds.param_dtype}
         observer = Observer.opened(config, sys.argv, resume_step=done if done > 0 else None, **about)
-        observer.progress.start(None, done=self.step - 1)
+        observer.progress.start(None, done=self.step - 1, since=self._began)
         return observer
 
 

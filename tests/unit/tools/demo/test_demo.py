@@ -100,7 +100,7 @@ def test_a_pretrained_model_learns_sums_of_reasoning_gym(
 def test_the_printed_command_is_found_after_make_too(
     in_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`make demo` calls `.venv/bin/openrlhf`, and a shell without that folder in its PATH knows no `openrlhf`."""
+    """`make demo` calls `.venv/bin/openrlhf`, which a shell without that folder in its PATH does not find."""
     (tmp_path / "openrlhf").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path if in_path else tmp_path / "empty"))
     monkeypatch.setattr(demo, "_fetch", lambda model, folder, seed, seconds: (tmp_path / "start", ""))
