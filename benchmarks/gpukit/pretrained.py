@@ -29,7 +29,7 @@ FLAGS: dict[str, Any] = {
     "data.label_key": "label",
     "train.dynamic_batch_enable": True,
     "train.max_tokens_per_gpu": 4096,
-    "actor.adam.lr": 1e-5,
+    "actor.adam.lr": 3e-5,
     "ds.param_dtype": "fp32",
     "ckpt.overwrite": True,
 }

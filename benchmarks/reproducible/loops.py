@@ -94,8 +94,7 @@ def evaluate(row: Row, seed: int, model: str, folder: Path) -> Score:
 
 def sample(row: Row, program: rl.Run, prompts: Sequence[rl.Prompt], n: int | None = None) -> Any:
     """Samples answers and scores them. Returns a `Result` of groups."""
-    groups = program.sample(prompts, n=n)
-    return groups if row.task.reward is None else program.reward(groups, row.task.reward)
+    return program.reward(program.sample(prompts, n=n), row.task.reward)
 
 
 def score(row: Row, program: rl.Run, problems: Sequence[rl.Prompt]) -> Score:

@@ -7,7 +7,6 @@ from rl_step import Setting, grpo_trainer
 from transformers import TrainerCallback
 
 from openrlhf.rewards.values import read_rewards
-from openrlhf.types import not_none
 from reproducible.loops import Clock
 from reproducible.methods import METHODS, OPTIMIZER_STEPS
 from reproducible.rows import Row
@@ -44,10 +43,11 @@ def train(
     grpo, times = METHODS["grpo"].flags, Times()
     trainer = grpo_trainer(
         setting,
-        as_trl(not_none(row.task.reward)),
+        as_trl(row.task.reward),
         times,
         optimizer_steps=OPTIMIZER_STEPS,
         loss_type="grpo",
+        temperature=row.task.flags.get("rollout.temperature", 1.0),
         beta=grpo["algo.kl.init_coef"],
         epsilon=grpo["actor.eps_clip"],
     )

@@ -276,15 +276,15 @@ def _rewards(check: Check, prompts: list[Prompt], tokenizer: PreTrainedTokenizer
         check.say("not tried: there are no prompts")
         return
     prompt = prompts[0]
-    answers = _answers("" if prompt.label is None else str(prompt.label))
+    answers = _answers("" if prompt.label is None else str(prompt.label)) | {"copied": _question(prompt)}
     end = tokenizer.eos_token if tokenizer is not None and tokenizer.eos_token else ""
     in_order = [answer + end for answer in answers.values()]
     batches = [in_order, in_order, in_order[::-1]] if config.reward.batch > 1 else [in_order]
     rewards, *others = asyncio.run(_called(config, prompt, batches))
     for (name, answer), reward in zip(answers.items(), rewards, strict=True):
-        check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
-    found, limit = [reward.reward for reward in rewards], config.rollout.max_new_tokens
-    best, best_right = max(found), max(found[:-2], default=None)
+        check.say(f"{name:<12} {reward.reward:<8g} {answer if len(answer) < 60 else answer[:56] + ' ...'!r}")
+    *found, copied = [reward.reward for reward in rewards]
+    best, best_right, limit = max(found), max(found[:-2], default=None), config.rollout.max_new_tokens
     if min(found) == best:
         check.note(
             "all answers have the same reward. This is a problem unless a right answer must look different "
@@ -292,8 +292,13 @@ def _rewards(check: Check, prompts: list[Prompt], tokenizer: PreTrainedTokenizer
         )
     elif best_right is not None and max(found[-2:]) >= best_right:
         check.note(f"no right answer has a larger reward ({best_right:g}) than a wrong one")
+    elif best_right is not None and copied >= best_right:
+        check.note(
+            f"an answer that only repeats the question has the reward {copied:g}, as a right one: a policy "
+            "learns to copy. Read the answer where the response gives it, such as in a box"
+        )
     elif tokenizer is not None and limit:
-        texts = [answer for answer, r in zip(answers.values(), found, strict=True) if r == best]
+        texts = [answer for answer, r in zip(answers.values(), found, strict=False) if r == best]
         if (least := min(len(tokenizer.tokenize(text)) for text in texts)) > limit:
             check.note(f"the right answer has {least} tokens, more than --rollout.max_new_tokens {limit}")
     if others:
@@ -328,6 +333,12 @@ def _answers(label: str) -> dict[str, str]:
         wrong = "The answer is {}.".format(re.sub("[0-9]", r"1\g<0>", truth, count=1))
     right = {"right": f"The answer is {truth}.", "right, boxed": f"\\boxed{{{truth}}}", "right, alone": truth}
     return right | {"wrong": wrong, "empty": ""}
+
+
+def _question(prompt: Prompt) -> str:
+    """Returns the text of the last message, or of a prompt without messages."""
+    content = prompt.messages[-1].get("content") if prompt.messages else None
+    return content if isinstance(content, str) else prompt.text
 
 
 async def _called(config: PPOConfig, prompt: Prompt, batches: Sequence[Sequence[str]]) -> list[list[Reward]]:

@@ -2,11 +2,9 @@
 
 # ruff: noqa: E402  the benchmarks are no package
 
-import random
 import sys
 from argparse import Namespace
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,11 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import reproduce
 from reproducible import tasks
-from reproducible.guess_number import GuessNumber
 from reproducible.methods import METHODS
 from reproducible.outcome import Goal, Outcome, Score, agrees, find_goal, read, write
 from reproducible.page import filled, sections
 from reproducible.rows import ROWS
-from reproducible.tasks import HELD_OUT, TASKS, games, random_games, sum_reward, sums
+from reproducible.tasks import HELD_OUT, TASKS
 
 OUTCOME = Outcome(
     before=Score(64, 256),
@@ -134,49 +131,10 @@ def test_every_method_is_tried_on_the_words() -> None:
     assert {row.method_name for row in ROWS.values() if row.task_name == "words"} == set(METHODS)
 
 
-@pytest.mark.parametrize("name", sorted(set(TASKS) - {"guess_number", "guess_number_1024"}))
+@pytest.mark.parametrize("name", TASKS)
 def test_held_out_problems_are_not_trained_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "TRAINED", 200)
-    monkeypatch.setattr(tasks, "DEMONSTRATED", 100)
     trained, held_out = TASKS[name].split(seed=3)
     assert len(held_out) == HELD_OUT and len(trained) == 200
     assert not {str(row["input"]) for row in trained} & {str(row["input"]) for row in held_out}
     assert TASKS[name].split(seed=4)[1] == held_out
-
-
-def test_games_have_seeds_of_their_own() -> None:
-    one, other = (islice(games("8 4", seed), 5_000) for seed in (0, 1))
-    assert not {row["label"] for row in one} & {row["label"] for row in other}
-
-
-def test_sums_are_judged_by_the_number_at_the_start() -> None:
-    row = next(sums(0))
-    x, y = (int(word.rstrip("?")) for word in row["input"][-1]["content"].split() if word[0].isdigit())
-    assert row["label"] == str(x + y)
-    answers = ["46", " 46.<|im_end|>", "460", "46.5", "12 + 34 = 46", ""]
-    queries = [f"12 + 34?{answer}" for answer in answers]
-    assert sum_reward(queries, ["12 + 34?"] * 6, ["46"] * 6) == [1, 1, 0, 0, 0, 0]
-
-
-def play(game: GuessNumber, seed: int) -> float:
-    """Plays by halving the interval, and returns the reward."""
-    low, high, total, is_over = 1, game.highest, 0.0, False
-    game.reset(seed=seed)
-    while not is_over:
-        guess = (low + high) // 2
-        hint, reward, is_found, is_last, _ = game.step(str(guess))
-        total, is_over = total + reward, is_found or is_last
-        low, high = (guess + 1, high) if hint.startswith("Higher") else (low, guess - 1)
-    return total
-
-
-def test_halving_the_interval_finds_every_number() -> None:
-    assert all(play(GuessNumber(8, 4), seed) == 1 for seed in range(100))
-    assert all(play(GuessNumber(1023, 10), seed) == 1 for seed in range(200))
-    assert not all(play(GuessNumber(1023, 9), seed) for seed in range(200))
-
-
-def test_random_games_end_with_the_number_or_the_last_try() -> None:
-    turns = list(islice(random_games(random.Random(0)), 400))
-    assert {len(turn["input"]) for turn in turns} == {1, 3, 5, 7}
-    assert all(turn["output"].isdigit() for turn in turns)

@@ -86,7 +86,7 @@ def test_a_pretrained_model_learns_sums_of_reasoning_gym(
         for file in (config.data.prompt_dataset, config.eval.dataset)
     )
     questions = [row["input"] for row in trained + held_out]
-    assert len(held_out) == 128 and len(questions) == len(set(questions))
+    assert len(held_out) == 64 and len(trained) == 200 - 64 and len(questions) == len(set(questions))
     label = trained[0]["label"]
     answer = find_entry(label)[1]["answer"]
     reward = runpy.run_path(config.reward.remote_url)["reward_func"]

@@ -198,6 +198,16 @@ def test_rewards_meet_answers_of_a_model(
 
 
 @pytest.mark.processes
+def test_a_question_that_is_taken_for_an_answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text(REWARD % "float(l in q.removeprefix(p) and '1' + l not in q)")
+    rows = [{"input": f"Is {n} + 3 equal to 7 or {n}8?", "answer": "7"} for n in range(2, 12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = checked(words, capsys)[1]
+    assert "  copied       1        'Is 2 + 3 equal to 7 or 28?'\n" in text
+    assert verdict(text)[0].startswith("an answer that only repeats the question has the reward 1")
+
+
+@pytest.mark.processes
 def test_the_plan_has_the_lengths_of_the_rows(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = checked(words, capsys)[1]
     lengths = [int(n) for n in re.findall(r"sample \d+: (\d+) tokens", text)]
@@ -234,11 +244,11 @@ def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFi
         (RIGHT, None),
         (
             "float(q == queries[0])",
-            "[1.0, 0.0, 0.0, 0.0, 0.0] in one order and [0.0, 0.0, 0.0, 0.0, 1.0] in the",
+            "[1.0, 0.0, 0.0, 0.0, 0.0, 0.0] in one order and [0.0, 0.0, 0.0, 0.0, 0.0, 1.0] in the",
         ),
         (
             "float(next(numbers))",
-            "[0.0, 1.0, 2.0, 3.0, 4.0] in a first call and [5.0, 6.0, 7.0, 8.0, 9.0] in a",
+            "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0] in a first call and [6.0, 7.0, 8.0, 9.0, 10.0, 11.0] in a",
         ),
     ],
     ids=["by answer", "by place", "by call"],
