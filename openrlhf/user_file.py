@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import platform
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Self
+from typing import Any, Self
 
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.files import cache_folder, replacing
@@ -224,6 +225,22 @@ def _run(module: ModuleType) -> ModuleType:
     assert module.__spec__ is not None and module.__spec__.loader is not None  # every .py file has both
     module.__spec__.loader.exec_module(module)
     return module
+
+
+def call_problem(function: Any, name: str, *takes: str) -> str:
+    """Returns the reason why `function` cannot be called with positional arguments of the names `takes`; ""
+    if it can, or if it has no signature, as some compiled functions."""
+    if not callable(function):
+        return f"{name} is a {type(function).__name__}, and no function"
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return ""
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        return f"{name}{signature} cannot be called as {name}({', '.join(takes)}): {error}"
+    return ""
 
 
 def import_problem(error: BaseException, reference: str) -> str:

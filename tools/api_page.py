@@ -28,7 +28,11 @@ This is GRPO, from [recipes/grpo.py](../recipes/grpo.py):
 
 Each verb returns a `Result` at once. `result()` waits for its value, `await` too, and other verbs take a result in
 the place of the value. Sampling, rewards and evaluation work on one thread, the models on another, each in the order
-of submission; `sync` waits for both. An error whose result nobody reads is raised by the next verb.
+of submission; `sync` waits for both. An error whose result nobody reads is raised by the next verb. `with` finishes the
+work, writes the report and frees the memory at the end; without it, call `run.close()`. A process may have several runs.
+
+Prompts come from `run.prompts`: a path, a name on the hub, a `datasets.Dataset`, or a list of rows, texts or
+conversations, with the columns and the template of the flags `data.*`. `run.sample` also takes texts, as they are.
 
 | recipe | what it shows |
 |---|---|
@@ -42,14 +46,27 @@ of submission; `sync` waits for both. An error whose result nobody reads is rais
 
 ## A loss of your own
 
-`forward_backward` takes a function `(log_probs, batch) -> (loss, metrics)` of the whole batch. `log_probs` (A,) are
-the policy's, one for each action, and gradients flow through them. The gradient of the loss with respect to the
+`forward_backward` takes a function `(log_probs, batch) -> (loss, metrics)` of the whole batch; metrics may be left out.
+`log_probs` (A,) are the policy's, one for each action, and gradients flow through them. The fields of the batch are NumPy
+arrays: `torch.from_numpy(batch.advantages)`. The gradient of the loss with respect to the
 log-probs goes to the model as weights of `sum(weight * log_prob)`, so the result does not depend on how rows are
 packed. It costs one forward pass more than a loss by name.
 
+A batch may be trained on several times, and batches of earlier weights too: the ratio of the loss is that to the
+log-probs which `run.batch` computed. `run.update` trains a critic as well; `forward_backward` and `optim_step` train the
+policy alone.
+
+## A reward of your own
+
+`run.reward` calls a function `(queries, prompts, labels)` once, with a list of all samples for each argument. `queries`
+are prompts with their answers, `labels` the `data.label_key` column as it is. The function returns one number for each
+sample: a list, an array, a tensor, a generator; or a dict, see [rewards.md](rewards.md). It may be `async`, an object
+with `__call__`, keep state, start processes. It runs in a thread, where `signal` does not work, and cannot call verbs of
+its own run, which would wait for it.
+
 ## Checkpoints and signals
 
-`run.state` is a dictionary of your own: each checkpoint has it, and `run.load_state()` restores it with the models. With
+`run.state` is a dictionary of your own, with numbers, texts, lists, dicts, tensors and arrays: each checkpoint has it, and `run.load_state()` restores it with the models. With
 `**{{"ckpt.save_steps": 10}}`, `run.log` saves after every tenth step, and SIGTERM or Ctrl-C ends the program after its step,
 with a checkpoint and status 75, as they end `openrlhf ppo`.
 

@@ -234,7 +234,9 @@ class TrainableRanks(ModelRanks, Protocol):
         order."""
         ...
 
-    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Pending[Updated]:
+    def update(
+        self, batch: Batch, schedule: Schedule, kl_coef: float, is_fresh: bool = True
+    ) -> Pending[Updated]:
         """Takes the optimizer steps of `schedule` on a batch with advantages. A batch without log-probs has
         exactly one step."""
         ...

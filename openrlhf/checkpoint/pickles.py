@@ -2,6 +2,7 @@
 allowed."""
 
 import datetime
+import io
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,20 @@ def load(file: str | os.PathLike, more: Iterable[Any] = (), **options: Any) -> A
         return torch.load(file, map_location="cpu", weights_only=True, **options)
 
 
+def check_loadable(content: Any, name: str) -> None:
+    """Raises UsageError if `load` could not restore what is saved under this name."""
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+        file.seek(0)
+        with torch.serialization.safe_globals([*_NUMPY, *_SAMPLES]):
+            torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # objects may raise anything when they are pickled
+        text = f"no checkpoint can restore it: {_reason(error)}\n"
+        text += "Keep numbers, texts, lists, tuples, sets, dicts, tensors and arrays."
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag=name) from error
+
+
 @contextmanager
 def refusing(file: str | os.PathLike) -> Iterator[None]:
     """Turns every error that a damaged or forged file causes inside into a UsageError about the file."""
@@ -52,12 +67,16 @@ def refusing(file: str | os.PathLike) -> Iterator[None]:
 
 def refusal(file: str | os.PathLike, error: BaseException) -> UsageError:
     """Returns the error for a file that must not be unpickled."""
-    reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), first_line(error))
     text = (
-        f"it is damaged, or holds objects that could run code: {reason[:200]}\n"
+        f"it is damaged, or holds objects that could run code: {_reason(error)}\n"
         "Resume from another checkpoint."
     )
     return UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=file)
+
+
+def _reason(error: BaseException) -> str:
+    lines = (line.strip() for line in str(error).splitlines() if "GLOBAL" in line)
+    return next(lines, first_line(error))[:200]
 
 
 def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:

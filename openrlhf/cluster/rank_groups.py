@@ -161,8 +161,11 @@ class TrainedRanks(RankGroup[TrainedT]):
         arguments = *self.meeting_point(), *arguments
         return Gathered(self.run("start", [arguments] * self.mesh.data), first)
 
-    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:
+    def update(
+        self, batch: Batch, schedule: Schedule, kl_coef: float, is_fresh: bool = True
+    ) -> Gathered[Updated]:
         """Takes the optimizer steps of `schedule` on the batch. Each rank receives only its own sequences.
+        `is_fresh`: nothing was trained since the models have read the batch.
         Returns the metrics and, for a policy's batch without log-probs, the log-probs of the first step, see
         `Updated`."""
         self.num_updates += 1
@@ -172,7 +175,7 @@ class TrainedRanks(RankGroup[TrainedT]):
             sequences = sorted({i for mini_batch in mini_batches for i in mini_batch})
             position = {i: k for k, i in enumerate(sequences)}
             own = [[position[i] for i in mini_batch] for mini_batch in mini_batches]
-            arguments.append((self.select(batch, sequences), own, kl_coef))
+            arguments.append((self.select(batch, sequences), own, kl_coef, is_fresh))
 
         def combine(results: list[Learned]) -> Updated:
             steps, parts = zip(*self.select_leaders(results), strict=True)

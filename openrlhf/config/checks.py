@@ -221,11 +221,19 @@ def looks_local(name: str) -> bool:
     return local and "://" not in name and not is_gym(name)
 
 
+NO_HOME = "only a shell expands ~; write the whole path"
+
+
+def folder_problem(folder: str) -> str:
+    """Returns the reason why no folder to write to can have this name; "" if one can."""
+    return "is a file; name a folder" if os.path.isfile(folder) else NO_HOME * folder.startswith("~")
+
+
 def missing(path: str, said: str) -> str:
     """Describes a missing path. `said`: the flag's whole value, which the error shows too."""
     name = "" if path == said else f"{path} "
     if path.startswith("~"):
-        return "only a shell expands ~; write the whole path"
+        return NO_HOME
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         return f"{name}does not exist, nor does the folder {parent}"
@@ -567,8 +575,8 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig, hooks: tuple[str, ...] | Non
         "logger.run_dir": logger.run_dir,
     }
     for key, folder in folders.items():
-        if folder is not None and os.path.isfile(folder):
-            yield Problem(key, "is a file; name a folder", ErrorCode.NOT_WRITABLE)
+        if problem := folder_problem(folder or ""):
+            yield Problem(key, problem, ErrorCode.NOT_WRITABLE)
     for key, names in {"logger.trackers": logger.trackers, "train.hooks": hooks}.items():
         for name in names or ():
             if (file := parse_file(name)) and not os.path.isfile(file):

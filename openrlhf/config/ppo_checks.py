@@ -79,13 +79,15 @@ LOOP_IGNORED = (
 
 
 def loop_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
-    """Lists the problems of a user's own loop, which may bring prompts and rewards itself."""
+    """Lists the problems of a user's own loop, which may bring prompts, those to evaluate on too, and rewards
+    itself."""
     own = "data.prompt_dataset", "reward.remote_url"
     found = [*ppo_problems(config, explicit), *checks.remark_ignored(config, explicit, [LOOP_IGNORED])]
     found += [
         remark(f"tasks.{t}.quota", f"has no effect {LOOP_IGNORED[1]}") for t in config.task_values("quota")
     ]
-    return [p for p in found if not (p.key in own and p.code is ErrorCode.MISSING_FLAG)]
+    is_own = lambda p: p.key in own and p.code is ErrorCode.MISSING_FLAG
+    return [p for p in found if not (is_own(p) or p.text.endswith("without --eval.dataset"))]
 
 
 def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
@@ -666,6 +668,9 @@ def _engine(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, text, ErrorCode.UNSUPPORTED)
 
 
+SAME_ANSWER = "greedy decoding gives the same answer each time"
+
+
 def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     if config.eval.dataset is None:
         if config.eval.eval_only:
@@ -679,8 +684,7 @@ def _evaluation(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     if config.eval.temperature == 0 and samples > 1:
         yield Problem(
             "eval.temperature",
-            f"greedy decoding gives the same answer {samples} times (eval.n_samples_per_prompt {samples}); "
-            "use --eval.n_samples_per_prompt 1, or a temperature above 0",
+            f"{SAME_ANSWER}; use --eval.n_samples_per_prompt 1, not {samples}, or a temperature above 0",
             fatal=not explicit["eval.temperature"].old,
         )
     best = config.ckpt.best_metric_key

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import cast
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -92,7 +92,7 @@ class Rows:
 
 
 def load_rows(
-    spec: str,
+    spec: Any,
     *,
     flag: str,
     required_columns: Mapping[str, str | None],
@@ -109,7 +109,7 @@ def load_rows(
     folder, a folder of such files, the URL of any of them, a name on the hub, or
     `reasoning_gym:NAME?size=N&seed=S`. A piece of `spec` that exists on disk with its commas and "@" is one
     path. Where an item has splits, only `split` is loaded; in a folder of files, the files with that word in
-    their names.
+    their names. `spec` may also be the rows themselves: see `_given`.
 
     required_columns: flag -> the column it names, None where the flag is unset. Each must exist in every
         part and hold one type throughout; readers of rows handle missing and null values.
@@ -128,8 +128,8 @@ def load_rows(
     items: list[np.ndarray] = []
     if convert := row_function(row_func):
         required_columns = {}
-    for item in split_spec(spec):
-        loaded = _load(item, split, flag, bad_rows)
+    for item in split_spec(spec) if isinstance(spec, str) else [spec]:
+        loaded = _load(item, split, flag, bad_rows) if isinstance(item, str) else [_given(item, flag)]
         indices = [whole_part(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
         parts += loaded
         items.append(np.concatenate(indices)[:max_samples])
@@ -226,6 +226,21 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     if files is None:
         return [_read_hub(item, split, flag)]
     return [read_file(file, split, bad_rows) for file in files]
+
+
+def _given(rows: Any, flag: str) -> Part:
+    """Returns rows that are in memory: a `datasets.Dataset`, or a list of dicts. Raises UsageError for other
+    values."""
+    if isinstance(rows, datasets.Dataset):
+        return Part.from_table(flag, rows)
+    if not isinstance(rows, Sequence):
+        text = f"expects a path, a list of rows or a datasets.Dataset; this is a {type(rows).__name__}"
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag=flag)
+    for i, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            text = f"a row is a dict from columns to values; this is a {type(row).__name__}"
+            raise UsageError(ErrorCode.INVALID_ROW, text, flag=flag, row=i)
+    return Part.of(flag, rows)
 
 
 def read_file(file: File, split: str, bad_rows: BadRows) -> Part:

@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from threading import Event
-from typing import Any, Generic, Literal, TypeVar
+from threading import Event, local
+from typing import Any, Generic, Literal, NoReturn, TypeVar
+
+from openrlhf.errors import ErrorCode, UsageError
 
 # bounded .result(): submitted work ends.
 
@@ -27,6 +29,12 @@ class Result(Generic[ResultT]):
     def done(self) -> bool:
         """True if `result` would not wait."""
         return self._future.done()
+
+    def __getitem__(self, item: Any) -> NoReturn:
+        raise TypeError("this is a Result: result() waits for its value")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a Result has no {name}: result() waits for its value, which may have it")
 
     def __await__(self) -> Generator[Any, None, ResultT]:
         self._is_read = True
@@ -50,6 +58,8 @@ def wait_for_value(value: Any) -> Any:
 
 
 Lane = Literal["engines", "models"]
+_of_thread = local()
+"""`lanes`: those to which the current thread belongs."""
 
 
 class Lanes:
@@ -64,15 +74,17 @@ class Lanes:
     ) -> None:
         """`share`: one thread does all work, because engines and models share their GPUs. `around`: context
         of each piece of work."""
-        models = ThreadPoolExecutor(1, thread_name_prefix="models")
-        engines = models if share else ThreadPoolExecutor(1, thread_name_prefix="engines")
+        about = {"initializer": setattr, "initargs": (_of_thread, "lanes", self)}
+        models = ThreadPoolExecutor(1, thread_name_prefix="models", **about)
+        engines = models if share else ThreadPoolExecutor(1, thread_name_prefix="engines", **about)
         self._threads = {"engines": engines, "models": models}
         self._around = around
         self._submitted: list[Result] = []
+        self._is_closed = False
 
     def on(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
         """Submits `work`. It gets the values of arguments that are results."""
-        self.raise_unread()
+        self.check()
         return self._submit(lane, work, *arguments)
 
     def _submit(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
@@ -98,11 +110,20 @@ class Lanes:
             arrived.wait()  # bounded: by the work of the other lane, which ends
             return work(*values)
 
-        self.raise_unread()
+        self.check()
         self._threads["engines"].submit(hold)
         result = self._submit("models", run, *arguments)
         result.when_done(done.set)
         return result
+
+    def check(self) -> None:
+        """Raises UsageError if the lanes are closed, or in a thread of theirs; else does `raise_unread`."""
+        if self._is_closed:
+            raise UsageError(ErrorCode.CONFLICT, "this run is closed; start another rl.Run")
+        if getattr(_of_thread, "lanes", None) is self:
+            text = "a reward, a loss or a hook cannot call verbs of its own run, which wait for it to end"
+            raise UsageError(ErrorCode.USER_CODE, f"{text}.\nCall them before, and keep the values.")
+        self.raise_unread()
 
     def raise_unread(self) -> None:
         """Raises the first error of work whose result nobody has read."""
@@ -113,5 +134,6 @@ class Lanes:
 
     def close(self, *, cancel: bool) -> None:
         """Waits until the submitted work is done. `cancel`: leaves out work that has not begun."""
+        self._is_closed = True
         for name in ("models", "engines"):
             self._threads[name].shutdown(wait=True, cancel_futures=cancel)

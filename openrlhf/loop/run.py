@@ -12,16 +12,19 @@ Each verb returns a `Result` at once, and takes results in the place of values. 
 evaluation work on one lane, the models on another, each in the order of submission; `sync` waits for both.
 """
 
+import asyncio
+import atexit
+import inspect
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
-from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,25 +34,41 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
-from openrlhf.algorithms.policy_losses import PolicyLoss
+from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
+from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.start import check_output, check_places, find_grace
+from openrlhf.config.checks import folder_problem
 from openrlhf.config.fields import with_values
+from openrlhf.config.ppo_checks import SAME_ANSWER
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptSampler
-from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.data.prompts import encode_prompts
+from openrlhf.errors import ErrorCode, UsageError, notify, notify_once
 from openrlhf.hub import choose_hub
-from openrlhf.loop.lanes import Lanes, Result
+from openrlhf.loop.lanes import Lanes, Result, wait_for_value
 from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollout
 from openrlhf.loop.restarts import own_program, restart_after
 from openrlhf.loop.settings import Placement, read_settings
+from openrlhf.loop.verb_arguments import (
+    as_advantages,
+    as_batch,
+    check_choice,
+    check_function,
+    groups_of,
+    list_of,
+    read_loss,
+    read_metrics,
+    whole,
+)
 from openrlhf.models.loading import policy_tokenizer
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.rollout_metrics import RolloutMetrics
+from openrlhf.rewards.process import TAKES, RewardFunc
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
@@ -67,13 +86,15 @@ from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Traject
 # bounded .result(): each call in this process ends.
 
 Groups = Sequence[PromptGroup] | Result[list[PromptGroup]]
-RewardFunction = Callable[[list[str], list[str], list[Any]], Any]
-"""A function (queries, prompts, labels) of the samples' texts, which returns what a reward file returns."""
-LossFunction = Callable[[Tensor, Batch], tuple[Tensor, Mapping[str, Any]]]
-"""A function (log_probs, batch) -> (loss, metrics) of a whole batch. `log_probs` (A,): those of the policy
-for each action, through which gradients flow."""
+LossFunction = Callable[[Tensor, Batch], Tensor | tuple[Tensor, Mapping[str, Any]]]
+"""A function (log_probs, batch) -> (loss, metrics) of a whole batch, or -> loss. `log_probs` (A,): those of
+the policy for each action, through which gradients flow."""
 STEPS = 1 << 30
 """Length of the schedule of a loop of unknown length, whose learning rate is constant."""
+UNSYNCED = 3
+"""Steps after the last sync from which on a loop that trains and samples is told."""
+_local: set[int] = set()
+"""Ids of the runs in this process, which share its process group."""
 
 
 class Run:
@@ -99,6 +120,7 @@ class Run:
 
         Raises UsageError that lists all problems of the flags.
         """
+        steps = steps if steps is None else whole("steps", steps)
         invocation = read_settings(config, flags, steps=steps, placement=placement)
         self.config, self._explicit = invocation.config, invocation.explicit
         choose_hub(self.config.use_ms)
@@ -124,6 +146,12 @@ class Run:
         """Number of epochs of the calls of `prompts`."""
         self._has_stepped = False
         """True if the policy has changed since the last `batch`."""
+        self._fresh: deque[np.ndarray | None] = deque(maxlen=64)
+        """The log-probs of the last batches since the policy has changed."""
+        self._has_gradient = False
+        """True if `forward_backward` was called since the last `optim_step`."""
+        self._synced_at, self._is_synced = 0, True
+        """The step of the last sync, and whether the policy has not changed since."""
         self._num_episodes = 0
         """Number of episodes of the last `batch`, by which the KL coefficient adapts."""
         self._owned: set[str] = set()
@@ -136,6 +164,7 @@ class Run:
         """Metrics since the last `log`."""
         self._began = time.monotonic()
         """When the first step began: `log` creates the observer only at its end."""
+        atexit.register(self._close_late)
 
     def _start(self, placement: Placement, steps: int, held: ExitStack) -> None:
         """Starts engines and models, which end with `held`."""
@@ -150,13 +179,20 @@ class Run:
             with placed.explaining():
                 self._rollout.sync(self._roles.policy, 0).result()  # engines start without weights
         else:
-            held.callback(leave_distributed)
+            _local.add(id(self))
+            held.callback(self._leave)
             self._roles = start_local_roles(self.config, steps, steps, None, NoEngines())
             self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
             held.callback(self._rollout.close)
             self._lanes = Lanes()
 
+    def _leave(self) -> None:
+        _local.discard(id(self))
+        if not _local:
+            leave_distributed()
+
     def __enter__(self) -> Self:
+        self._lanes.check()
         if threading.current_thread() is threading.main_thread():  # others cannot hear signals
             self._held.enter_context(self._stop.deferred(find_grace(self.config)))
         return self
@@ -176,6 +212,7 @@ class Run:
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self._close_late)
         with self._held:
             self._lanes.close(cancel=cancel)
             if "_saver" in vars(self) and not cancel:
@@ -185,21 +222,29 @@ class Run:
         if not cancel:
             self._lanes.raise_unread()
 
+    def _close_late(self) -> None:
+        """Closes a run at the end of a program that did not: work in threads can no longer begin."""
+        notify("note: run.close() was never called: unfinished work is lost; use `with rl.Run(...)`")
+        self.close()
+
     # Prompts and samples
 
     def prompts(
-        self, source: str, *, batch_size: int | None = None, epochs: int = 1
+        self, source: Any, *, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[list[Prompt]]:
-        """Yields the prompts of a file, folder or hub dataset in batches, shuffled anew in each epoch.
-        `batch_size`: None: all prompts of an epoch. The flags `data.*` name the columns and the template.
+        """Yields the prompts of a file, folder or hub dataset, of a `datasets.Dataset`, or of a list of rows
+        (dicts, texts or lists of messages), in batches, shuffled anew in each epoch. `batch_size`: None: all
+        prompts of an epoch. The flags `data.*` name the columns and the template.
         After `load_state`, `itertools.islice(run.prompts(...), run.step, None)` leaves out those of the steps
         that are done."""
+        epochs = whole("epochs", epochs)
+        size = None if batch_size is None else whole("batch_size", batch_size)
         prompts = read_prompts(self.config, source, self.tokenizer)
         if missing := missing_template(self.config, self.tokenizer, prompts):
             notify(f"note: {TEMPLATE}: {missing}; {USE_TEMPLATE}")
         sampler = PromptSampler(prompts, seed=self.config.train.seed, num_epochs=epochs)
         before, self._num_epochs = self._num_epochs, self._num_epochs + epochs
-        while batch := sampler.next_batch(batch_size or len(prompts)):
+        while batch := sampler.next_batch(size or len(prompts)):
             yield [replace(prompt, epoch=before + prompt.epoch) for prompt in batch]
 
     def sample(
@@ -208,40 +253,64 @@ class Run:
         """Samples `n` answers to each prompt (None: `rollout.n_samples_per_prompt`) at the flags'
         temperature. A text is a prompt as the policy reads it. Groups come in the order of the prompts, with
         the rewards of the flags if there are any."""
+        n = n if n is None else whole("n", n)
         return self._lanes.on("engines", self._sample, prompts, "train", n)
 
-    def given(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[PromptGroup]:
+    def given(self, prompts: Sequence[Prompt | str], answers: Sequence[str]) -> list[PromptGroup]:
         """Returns groups whose only sample is the given answer, with the token that ends it, in place of one
         of the policy: for supervised losses. Nothing sampled it, so its `rollout_log_probs` are NaN, and its
         reward is 0."""
         data = self.config.data
         about = {"is_chat": data.apply_chat_template, "max_len": data.max_len, "version": self.version}
+        known, answers = self._prompts(prompts), list_of(str, answers, "texts, one for each prompt")
+        if len(known) != len(answers):
+            text = f"there are {len(known)} prompts and {len(answers)} answers"
+            raise UsageError(ErrorCode.INVALID_VALUE, text)
         given = [
             given_answer(self.tokenizer, prompt, answer, **about)
-            for prompt, answer in zip(prompts, answers, strict=True)
+            for prompt, answer in zip(known, answers, strict=True)
         ]
         return [PromptGroup(prompt=t.prompt, trajectories=[t]) for t in given]
 
-    def reward(self, groups: Groups, reward: RewardFunction) -> Result[list[PromptGroup]]:
-        """Sets the rewards of all samples by one call of `reward`, in the order of the groups, in a thread of
-        this process. Errors of the function are raised: a loop that goes on without rewards would train on
-        nothing."""
+    def reward(self, groups: Groups, reward: RewardFunc) -> Result[list[PromptGroup]]:
+        """Sets the rewards of all samples by one call `reward(queries, prompts, labels)`, in the order of the
+        groups, in a thread of this process. It returns what a reward file returns: a number for each sample,
+        or a dict with more. If it is `async`, each call has an event loop of its own. Errors of the function
+        are raised: a loop that goes on without rewards would train on nothing."""
+        check_function(reward, "reward", *TAKES)
         return self._lanes.on("engines", self._reward, groups, reward)
 
     def evaluate(
-        self, prompts: Sequence[Prompt | str], reward: RewardFunction | None = None, *, n: int | None = None
+        self,
+        prompts: Sequence[Prompt | str] | Result,
+        reward: RewardFunc | None = None,
+        *,
+        n: int | None = None,
     ) -> Result[Metrics]:
         """Samples `n` answers to each prompt at `eval.temperature`, and returns the metrics `eval/...` of
         their scores. `reward`: None: the rewards of the flags."""
+        evaluation = self.config.eval
+        if (
+            evaluation.n_samples_per_prompt if n is None else whole("n", n)
+        ) > 1 and evaluation.temperature == 0:
+            text = f"{SAME_ANSWER}; evaluate with n=1, or with a temperature above 0"
+            raise UsageError(
+                ErrorCode.CONFLICT, text, flag="--eval.temperature", value=evaluation.temperature
+            )
+        if reward is not None:
+            check_function(reward, "reward", *TAKES)
+        elif not (self.config.has_rewards or self.config.tasks):
+            text = "nothing scores the samples; pass a reward function, or set the flag"
+            raise UsageError(ErrorCode.MISSING_FLAG, text, flag="--reward.remote_url")
 
-        def work() -> Metrics:
+        def work(prompts: Sequence[Prompt | str]) -> Metrics:
             groups = self._sample(prompts, "eval", n)
-            samples = _all(groups if reward is None else self._reward(groups, reward))
+            samples = _some(groups if reward is None else self._reward(groups, reward))
             metrics, about = evaluation_metrics(samples), {"step": self.step, "version": self.version}
             announce(self._hooks, Hook.evaluated, Evaluation(**about, samples=samples, metrics=metrics))
             return metrics
 
-        return self._lanes.on("engines", work)
+        return self._lanes.on("engines", work, prompts)
 
     def sync(self) -> Result[int]:
         """Sends the policy's weights to the engine, and checks that it computes with them. Returns the
@@ -265,6 +334,8 @@ class Run:
         log_probs: compute the policy's log-probs, from which losses take their ratio. False saves this
             forward pass: then only one optimizer step can be taken on the batch, whose ratio is 1.
         """
+        if isinstance(advantages, str | type):
+            check_choice(ESTIMATORS, advantages, "estimator")
         return self._lanes.on("models", self._batch, groups, advantages, log_probs)
 
     def log_probs(self, batch: Batch | Result[Batch]) -> Result[np.ndarray]:
@@ -274,7 +345,9 @@ class Run:
     def forward(self, batch: Batch | Result[Batch], model: str = "reference") -> Result[np.ndarray]:
         """Returns a number for each action, (A,): log-probs of the models `policy`, `reference`, `teacher`,
         values of the `critic`."""
-        return self._lanes.on("models", lambda batch: self._model(model).forward(batch).result(), batch)
+        return self._lanes.on(
+            "models", lambda batch: self._model(model).forward(as_batch(batch)).result(), batch
+        )
 
     def forward_backward(
         self,
@@ -289,9 +362,15 @@ class Run:
             `actor.policy_loss_type`.
         more: further pairs (batch, loss). Each loss is divided by the totals of its own batch.
 
-        Several calls add up with the backend torch; DeepSpeed takes one call a step.
+        Several calls add up with the backend torch; DeepSpeed takes one call a step. A critic is trained by
+        `update` alone.
         """
-        pairs = [(batch, loss), *more]
+        pairs = [(batch, loss), *list_of(tuple, more, "further pairs (batch, loss)")]
+        for _, own in pairs:
+            if callable(own) and not isinstance(own, type | PolicyLoss):
+                check_function(own, "loss", "log_probs", "batch")
+            elif own is not None:
+                check_choice(POLICY_LOSSES, own, "policy loss")
         return self._lanes.on(
             "models",
             lambda *batches: self._backward(batches, [loss for _, loss in pairs]),
@@ -301,7 +380,7 @@ class Run:
     def optim_step(self) -> Result[Metrics]:
         """Takes one optimizer step of the policy with the gradients since the last one. Returns `lr` and
         `grad_norm`, the norm before clipping. Raises NotFiniteError for a gradient that is not finite, which
-        changes no weights."""
+        changes no weights, and UsageError where `forward_backward` was not called before."""
         return self._lanes.on("models", self._optim_step)
 
     def update(self, batch: Batch | Result[Batch]) -> Result[Metrics]:
@@ -315,7 +394,12 @@ class Run:
         """Saves a checkpoint `global_step{N}` of models, optimizers, schedules and `run.state`, which becomes
         `state` if that is given, to `ckpt.path`. Returns its name. With `ckpt.save_steps` N, `log` saves one
         after every N steps."""
-        self.state = self.state if state is None else dict(state)
+        own = self.state if state is None else state
+        if not isinstance(own, Mapping):
+            raise UsageError(ErrorCode.INVALID_VALUE, "expects a dict", flag="run.state", value=own)
+        own = dict(own)
+        pickles.check_loadable(own, "run.state")
+        self.state = own
         return self._lanes.on("models", self._save, dict(self.state))
 
     def load_state(self) -> dict[str, Any] | None:
@@ -332,18 +416,20 @@ class Run:
         """Writes the policy in the format of Hugging Face; of a policy with adapters, the adapters. Raises
         UsageError for a folder with a model of another run, unless `ckpt.overwrite` is set."""
         place = os.fspath(folder)
+        if problem := folder_problem(place):
+            raise UsageError(ErrorCode.NOT_WRITABLE, problem, flag="folder", value=place)
         own = with_values(self.config, {"ckpt.output_dir": place})
         check_output(own, resumes=self._continues or place in self._owned)
         self._owned.add(place)
         return self._lanes.on("models", lambda: self._roles.policy.export(place).result())
 
-    def log(self, metrics: Mapping[str, float] | Result[Metrics], groups: Groups = ()) -> None:
-        """Ends a step: prints its line, and writes `metrics`, what the verbs measured since the last call and
-        the samples of `groups` to the run folder and the trackers. Saves a checkpoint if `ckpt.save_steps`
-        says so, and after SIGTERM or Ctrl-C, which then ends the program with status 75."""
-        self._lanes.raise_unread()
-        own = metrics.result() if isinstance(metrics, Result) else dict(metrics)
-        samples = _all(groups.result() if isinstance(groups, Result) else groups)
+    def log(self, metrics: Mapping[str, Any] | Result[Metrics], groups: Groups = ()) -> None:
+        """Ends a step: prints its line, and writes `metrics` (numbers, or tensors with one), what the verbs
+        measured since the last call and the samples of `groups` to the run folder and the trackers. Saves a
+        checkpoint if `ckpt.save_steps` says so, and after SIGTERM or Ctrl-C, which then ends the program with
+        status 75."""
+        self._lanes.check()
+        own, samples = read_metrics(wait_for_value(metrics)), _all(wait_for_value(groups))
         self.step += 1
         step = Step(number=self.step, version=self.version, samples=samples, metrics=self._measured)
         self._measured = {}
@@ -362,7 +448,10 @@ class Run:
     # The work of the verbs, on their lanes
 
     def _sample(self, prompts: Sequence[Prompt | str], purpose: Purpose, n: int | None) -> list[PromptGroup]:
-        known = [self._prompt(p) if isinstance(p, str) else p for p in prompts]
+        known = self._prompts(prompts)
+        if purpose == "train" and not self._is_synced and self.step - self._synced_at >= UNSYNCED:
+            text = f"note: the engine samples with the weights of step {self._synced_at}"
+            notify_once(f"{text}; run.sync() sends it new ones", id(self))
         rollout, evaluation = self.config.rollout, self.config.eval
         default = {"train": rollout.n_samples_per_prompt, "eval": evaluation.n_samples_per_prompt}[purpose]
         if len({(p.epoch, p.prompt_id) for p in known}) < len(known):
@@ -371,18 +460,34 @@ class Run:
         self._rollout.set_num_samples(purpose, default if n is None else n)
         return sample_all(self._rollout, known, purpose, rollout.timeout)
 
-    def _prompt(self, text: str) -> Prompt:
-        """Returns a prompt with a number that no row has, so that it has seeds of its own."""
-        return Prompt(prompt_id=-1 - next(self._numbers), text=text)
+    def _prompts(self, prompts: Sequence[Prompt | str]) -> list[Prompt]:
+        """Returns prompts; texts get numbers that no row has, so that they have seeds of their own. Raises
+        UsageError for a prompt that leaves no room for an answer."""
+        form = "prompts, which are texts or rl.Prompt; run.prompts(rows) makes them of rows and messages"
+        known = [
+            p if isinstance(p, Prompt) else Prompt(prompt_id=-1 - next(self._numbers), text=str(p))
+            for p in list_of((Prompt, str), prompts, form)
+        ]
+        data, uncounted = self.config.data, [p.text for p in known if not (p.num_tokens or p.images)]
+        lengths = map(len, encode_prompts(uncounted, self.tokenizer, is_chat=data.apply_chat_template))
+        for text, length in zip(uncounted, lengths, strict=True):
+            if not (0 < length < data.max_len or self.config.agents):
+                room = f"a prompt has {length} tokens, and may have 1 to {data.max_len - 1}"
+                raise UsageError(
+                    ErrorCode.TOO_LONG, f"{room}: {text[:60]!r}", flag="--data.max_len", value=data.max_len
+                )
+        return known
 
-    def _reward(self, groups: Sequence[PromptGroup], reward: RewardFunction) -> list[PromptGroup]:
-        samples = {t.sample: t for group in groups for t in group.trajectories if t.ok}
+    def _reward(self, groups: Sequence[PromptGroup], reward: RewardFunc) -> list[PromptGroup]:
+        samples = {t.sample: t for t in _all(groups) if t.ok}
         if not samples:
             return list(groups)
         last = list(samples.values())  # of an episode with several sequences, the last one
         prompts = [t.prompt.text for t in last]
         queries = [t.prompt.text + decode_response(t, self._decode) for t in last]
         answer = reward(queries, prompts, [t.prompt.label for t in last])
+        if inspect.iscoroutine(answer):
+            answer = asyncio.run(answer)
         name = getattr(reward, "__name__", "the reward function")
         rewards = dict(zip(samples, read_rewards(answer, len(last), name), strict=True))
 
@@ -399,17 +504,31 @@ class Run:
         self._measured |= self._rollout.sync(self._roles.policy, self.version + 1).result()
         step = Step(number=number, version=self.version)
         self.version += 1
+        self._synced_at, self._is_synced = self.step, True
         announce(self._hooks, Hook.synced, step)
         self._measured |= step.metrics
         return self.version
 
+    def _change(self) -> None:
+        """Notes that the policy is about to change."""
+        self._has_stepped, self._is_synced = True, False
+        self._fresh.clear()
+
     def _optim_step(self) -> Metrics:
-        self._has_stepped = True
+        if not self._has_gradient:
+            text = "there is no gradient; call forward_backward before each optim_step"
+            raise UsageError(ErrorCode.CONFLICT, text)
+        if self._roles.critic:
+            notify_once(
+                "note: optim_step trains the policy alone; run.update trains the critic too", id(self)
+            )
+        self._has_gradient = False
+        self._change()
         return self._roles.policy.optim_step().result()
 
     def _batch(self, groups: Sequence[PromptGroup], advantages: Any, log_probs: bool) -> Batch:
         self._has_stepped = False
-        samples, config, roles = _all(groups), self.config, self._roles
+        samples, config, roles = _some(groups), self.config, self._roles
         step = Step(number=self.step + 1, version=self.version, samples=samples, kl=self.kl)
         check_stops(samples, config.rollout.stop_on or (), step.number)
         check_failures(samples, config.reward.max_failed_ratio, step.number)
@@ -426,15 +545,13 @@ class Run:
         announce(self._hooks, Hook.advantages, step)
         self._measured |= step.metrics
         left = [i for i, t in enumerate(step.finished) if not t.truncated]
-        return step.batch.select(left) if config.rollout.mask_truncated else step.batch
+        batch = step.batch.select(left) if config.rollout.mask_truncated else step.batch
+        self._fresh.append(batch.log_probs)
+        return batch
 
     def _assign(self, batch: Batch, finished: Sequence[Trajectory], advantages: Any) -> tuple[Batch, Metrics]:
-        if isinstance(advantages, np.ndarray | Real):
-            given = np.zeros_like(batch.rollout_log_probs)
-            if isinstance(advantages, np.ndarray) and advantages.shape != given.shape:
-                text = f"the batch has {len(given)} actions, and advantages the shape {advantages.shape}"
-                raise UsageError(ErrorCode.INVALID_VALUE, text)
-            given[:] = advantages
+        if not isinstance(advantages, str | type | None):
+            given = as_advantages(advantages, len(batch.rollout_log_probs))
             return replace(batch, advantages=given, returns=given), {}
         algo = self.config.algo
         estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(algo.options)
@@ -444,31 +561,35 @@ class Run:
     def _backward(self, batches: Sequence[Batch], losses: Sequence[Any]) -> Metrics:
         metrics: Metrics = {}
         pairs = []
-        for batch, loss in zip(batches, losses, strict=True):
+        for batch, loss in zip(map(as_batch, batches), losses, strict=True):
             if callable(loss) and not isinstance(loss, type):
                 log_probs = torch.from_numpy(self._roles.policy.forward(batch).result()).requires_grad_()
-                value, more = loss(log_probs, batch)
-                (gradient,) = torch.autograd.grad(value, log_probs)
-                batch = replace(batch, advantages=gradient.numpy(), returns=gradient.numpy())
-                metrics |= {"policy/loss": float(value.detach())} | {
-                    name: float(torch.as_tensor(x).detach()) for name, x in more.items()
-                }
+                gradient, own = read_loss(loss(log_probs, batch), log_probs)
+                batch, metrics = replace(batch, advantages=gradient, returns=gradient), metrics | own
                 loss = GivenGradient(temperature=self.config.rollout.temperature)
-            elif batch.log_probs is None and self._has_stepped:
-                text = (
-                    "the policy has changed since this batch was sampled, and the batch has no log-probs of "
-                    "the policy before: the ratio of the loss is unknown.\nMake it without log_probs=False."
-                )
-                raise UsageError(ErrorCode.CONFLICT, text)
+            else:
+                self._check_ratio(batch)
             pairs.append((batch, loss))
+        self._has_gradient = True
         return self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result() | metrics
 
+    def _check_ratio(self, batch: Batch) -> None:
+        if batch.log_probs is None and self._has_stepped:
+            text = (
+                "the policy has changed since this batch was sampled, and the batch has no log-probs of "
+                "the policy before: the ratio of the loss is unknown.\nMake it without log_probs=False."
+            )
+            raise UsageError(ErrorCode.CONFLICT, text)
+
     def _update(self, batch: Batch) -> Metrics:
-        config, metrics, self._has_stepped = self.config, {}, True
+        self._check_ratio(as_batch(batch))
+        config, metrics = self.config, {}
+        is_fresh = batch.log_probs is None or any(batch.log_probs is known for known in self._fresh)
+        self._change()
         for model in filter(None, (self._roles.critic, self._roles.policy)):
             routed = model is self._roles.policy
             schedule = build_schedule(config, model, batch, range(len(batch)), len(batch), routed=routed)
-            metrics |= model.update(batch, schedule, self.kl.coef).result().metrics
+            metrics |= model.update(batch, schedule, self.kl.coef, is_fresh).result().metrics
         self.kl = self.kl.update(self._measured.get("kl/mean", 0.0), self._num_episodes)
         return metrics
 
@@ -493,6 +614,7 @@ class Run:
             return None
         state = restore(tag, self._roles.policy, self._roles.critic)
         self._continues = True
+        self._change()
         self.step, self.kl = state["step"], replace(self.kl, coef=state["kl_coef"])
         self._estimator.load_state_dict(state["estimator"])
         if (flag := "logger.wandb.run_name") not in self._explicit:  # its run folder goes on
@@ -544,4 +666,10 @@ class Run:
 
 
 def _all(groups: Sequence[PromptGroup]) -> list[Trajectory]:
-    return [t for group in groups for t in group.trajectories]
+    return [t for group in groups_of(groups) for t in group.trajectories]
+
+
+def _some(groups: Sequence[PromptGroup]) -> list[Trajectory]:
+    if samples := _all(groups):
+        return samples
+    raise UsageError(ErrorCode.INVALID_VALUE, "there are no samples: the list of groups is empty")

@@ -3,14 +3,15 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from openrlhf.config.command import Explicit, Problem
-from openrlhf.config.fields import flag_values, to_words
+from openrlhf.config.fields import find_flag, flag_values, to_words
 from openrlhf.config.parse import Invocation, parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import loop_problems, ppo_placement_problems
 from openrlhf.config.ppo_command import PPO
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop import machines
 
 SHORT = {"actor": "actor.model_name_or_path", "lr": "actor.adam.lr"}
@@ -38,9 +39,17 @@ def read_settings(
 ) -> Invocation[PPOConfig]:
     """Returns the configuration of a run. `config`: a YAML file; `flags` override it. `steps`, `placement`:
     see `Run`. Raises UsageError that lists all problems."""
+    if placement not in get_args(Placement):
+        text = f"expects {' or '.join(get_args(Placement))}"
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag="placement", value=placement)
     argv = [] if config is None else ["--config", os.fspath(config)]
-    for name, value in flags.items():
-        argv += [f"--{SHORT.get(name, name)}", *to_words(tuple(value) if isinstance(value, list) else value)]
+    for short, value in flags.items():
+        name = SHORT.get(short, short)
+        if name != short and name in flags:
+            raise UsageError(ErrorCode.CONFLICT, f"is the same flag as {name}; leave out one", flag=short)
+        if value is None and (flag := find_flag(PPOConfig, name)) and flag.type is str:
+            raise UsageError(ErrorCode.INVALID_VALUE, "is None; give a value, or leave it out", flag=short)
+        argv += [f"--{name}", *to_words(tuple(value) if isinstance(value, list) else value)]
     is_local = placement == "local"
     defaults = (LOCAL if is_local else {}) | (CONSTANT if steps is None else {})
 

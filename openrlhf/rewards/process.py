@@ -25,6 +25,7 @@ from openrlhf.user_file import (
     IMPORT_DEADLINE,
     ImportTimeout,
     UnusableFile,
+    call_problem,
     headline,
     import_place,
     import_problem,
@@ -40,6 +41,9 @@ ONE_SAMPLE_HINT = (
 )
 """Remedy in the message about a call with one sample whose result is not finite."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
+"""A function of the samples' texts, which returns what `read_rewards` reads."""
+TAKES = ("queries", "prompts", "labels")
+"""Arguments of a reward function: lists with one entry for each sample."""
 
 HEAD = struct.Struct("!QQ")  # of a message: number of its call (0: the import), size of its pickle
 
@@ -58,7 +62,7 @@ def load_reward_func(reference: str) -> RewardFunc:
         found = ", ".join(own for own, value in vars(module).items() if inspect.isfunction(value))
         kind = "file" if place.endswith(".py") else "module"
         raise UnusableFile(f"the {kind} has no {name} (its functions: {found or 'none'}).\n{form}")
-    if problem := _signature_problem(function, name):
+    if problem := call_problem(function, name, *TAKES):
         raise UnusableFile(f"{problem}.\n{form}")
     return function
 
@@ -232,19 +236,6 @@ def _die_with_parent() -> None:
     assert parent is not None  # multiprocessing has started this process
     wait([parent.sentinel])  # bounded: a thread that waits for the end
     os.killpg(0, signal.SIGKILL)
-
-
-def _signature_problem(function: Callable, name: str) -> str:
-    """Returns the reason why the function does not accept three lists; "" if it does."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # compiled functions may have no signature
-        return ""
-    try:
-        signature.bind([], [], [])
-    except TypeError as error:
-        return f"{name}{signature} cannot be called with three lists: {error}"
-    return ""
 
 
 def _call(

@@ -1,10 +1,16 @@
 """Parses and validates the values that reward sources return."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, ValuesView
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
+from openrlhf.errors import notify_once
+
+KEYS = ("rewards", "scores", "extra_logs", "extra_texts")
+FORM = (
+    "Details belong in {'rewards': [...], 'extra_logs': {name: [...]}}, each list with one for each sample."
+)
 
 
 class NotFinite(RewardError):
@@ -21,8 +27,8 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
 
     A valid answer is {"rewards": n values, "scores": n values (optional), "extra_logs": {name: n values, or
     one for all samples} (optional), "extra_texts": {name: n texts, or one for all samples} (optional)}, or
-    only the rewards. Values are a list, a tensor or an array of numbers
-    or booleans, or of lists with one number. A single value needs no list.
+    only the rewards. Values are a list, an iterator, a tensor or an array of numbers or booleans, or of lists
+    with one number. A single value needs no list.
     """
     if not isinstance(answer, dict):
         answer = {"rewards": answer}
@@ -30,6 +36,8 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
         raise RewardError(
             f"{source} returned a dict without 'rewards'; it has {', '.join(map(repr, answer)) or 'nothing'}"
         )
+    if unread := [str(key) for key in answer if key not in KEYS]:
+        notify_once(f"note: {source} returned {', '.join(unread)}, not read; metrics belong in extra_logs")
     rewards = read_floats("rewards", answer["rewards"], count, source)
     scores = (
         rewards if answer.get("scores") is None else read_floats("scores", answer["scores"], count, source)
@@ -78,19 +86,29 @@ def read_texts(answer: dict, count: int, source: str) -> list[dict[str, str]]:
 def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: bool = False) -> list[float]:
     """Converts a list, a tensor, an array or a number to `count` finite floats. `one_is_for_all`: repeat a
     single value. Raises RewardError for other values."""
-    values = _plain(value)
+    values, remedy = _plain(value), ""
+    if isinstance(values, Iterator | ValuesView):
+        values = list(values)
     if not isinstance(values, Sequence) or isinstance(values, str):
-        values = [values]
+        values, remedy = (
+            [values],
+            f": it is a {type(value).__name__}. Return a list, with one for each sample",
+        )
     if len(values) == 1 and one_is_for_all:
         values = [values[0]] * count
     if len(values) != count:
-        raise WrongNumber(f"{source} returned {len(values)} {name} for {count} samples")
-    try:
-        floats = [_float(v) for v in values]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"{source} returned {name} that are not numbers: {error}") from error
-    if not all(math.isfinite(f) for f in floats):
-        raise NotFinite(f"{source} returned {name} that are not finite: {floats}")
+        raise WrongNumber(f"{source} returned {len(values)} {name} for {count} samples{remedy}")
+    floats = []
+    for i, own in enumerate(values):
+        try:
+            floats.append(_float(own))
+        except (TypeError, ValueError, OverflowError) as error:
+            form = f".\n{FORM}" if isinstance(_plain(own), dict | Sequence) else ""
+            text = f"{source} returned {name} that are not numbers: {error} (sample {i} of {count}){form}"
+            raise RewardError(text) from error
+    if wrong := {i: f for i, f in enumerate(floats) if not math.isfinite(f)}:
+        text = f"{source} returned {name} that are not finite: {list(wrong.values())[:8]}"
+        raise NotFinite(f"{text} (samples {', '.join(map(str, list(wrong)[:8]))} of {count})")
     return floats
 
 

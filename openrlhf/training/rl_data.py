@@ -1,12 +1,13 @@
 """Builds the data of an RL run: training prompts, evaluation prompts and pre-training texts."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -141,10 +142,14 @@ def build_sampler(config: PPOConfig, prompts: PromptDataset) -> PromptSampler | 
     return PromptDraws(prompts, seed=seed, batch_size=size, quotas=quotas, build=build)
 
 
-def read_prompts(config: PPOConfig, source: str, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """Returns the prompts of a file, folder or hub dataset, with the columns and the template of the flags
-    `data.*`."""
+def read_prompts(config: PPOConfig, source: Any, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """Returns the prompts of a file, folder or hub dataset, or of rows in memory, with the columns and the
+    template of the flags `data.*`. A text or a list of messages is the input of a row."""
     data = config.data
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
+    elif isinstance(source, Sequence | Iterator) and not isinstance(source, str):
+        source = [{data.input_key: row} if isinstance(row, str | list) else row for row in source]
     rows = _prompt_rows(config, source, flag="prompts", split=data.prompt_split, max_samples=data.max_samples)
     return _prompts(config, tokenizer, rows, find_image_column(config, tokenizer), "prompts")
 
@@ -179,7 +184,7 @@ def missing_template(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prom
 
 def _prompt_rows(
     config: PPOConfig,
-    spec: str,
+    spec: Any,
     *,
     flag: str,
     split: str,

@@ -78,10 +78,14 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
 
-    def update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
+    def update(
+        self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float, is_fresh: bool = True
+    ) -> "Learned":
         """Takes one optimizer step for each mini-batch; a mini-batch lists the sequences of `batch` that this
-        rank trains on in that step."""
-        announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
+        rank trains on in that step. `is_fresh`: the batch's log-probs and values are of the current weights,
+        which hooks may check."""
+        if is_fresh:
+            announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
         return self.train_steps(batch, mini_batches, self.objective(kl_coef)), None
 
     def train_steps(
@@ -250,10 +254,13 @@ class PolicyWorker(TrainedWorker):
             objective = replace(objective, loss_type=loss)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
-    def update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> Learned:
+    def update(
+        self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float, is_fresh: bool = True
+    ) -> Learned:
         """Updates the policy. If the batch has no log-probs, also returns the log-probs of the first
         mini-batch, from its forward passes, which run before the policy changes."""
-        announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
+        if is_fresh:
+            announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
         seen: list[Tensor] = []
         steps = self.train_steps(batch, mini_batches, self.objective(kl_coef, seen))
         first = batch.select(mini_batches[0])
@@ -264,7 +271,8 @@ class PolicyWorker(TrainedWorker):
         if first.log_probs is None:
             return steps, log_probs
         step = self.model.steps - len(mini_batches) + 1
-        announce(self.hooks, Hook.first_pass, first.log_probs, log_probs, step)
+        if is_fresh:
+            announce(self.hooks, Hook.first_pass, first.log_probs, log_probs, step)
         return steps, None
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
@@ -375,9 +383,11 @@ class CriticWorker(TrainedWorker):
         objective = CriticObjective.from_config(self.config)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
 
-    def update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> Learned:
+    def update(
+        self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float, is_fresh: bool = True
+    ) -> Learned:
         """Updates the critic; every metric's name starts with `critic/`."""
-        steps, _ = super().update(batch, mini_batches, kl_coef)
+        steps, _ = super().update(batch, mini_batches, kl_coef, is_fresh)
         named = [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
         return named, None
 

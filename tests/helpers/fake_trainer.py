@@ -112,7 +112,7 @@ class Trained(Model):
         self.num_updates = 0
         self.saved: dict[str, dict] = {}
 
-    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Done:
+    def update(self, batch: Batch, schedule: Schedule, kl_coef: float, is_fresh: bool = True) -> Done:
         self.calls.append(f"update {self.name} {len(batch)}")
         self.updates.append((batch, schedule, kl_coef))
         self.num_updates += 1

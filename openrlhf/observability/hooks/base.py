@@ -123,7 +123,8 @@ class Hook(Selectable):
 
     def before_update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> None:
         """The rank is about to take an optimizer step on each of `mini_batches`, which list sequences of
-        `batch`. Only hooks that packages attach to ranks are called."""
+        `batch`. Only hooks that packages attach to ranks are called, in a loop of one's own for batches of
+        the current weights alone."""
 
     def first_pass(self, before: np.ndarray, now: np.ndarray, step: int) -> None:
         """The first optimizer step of an update, number `step`, has computed the log-probs `now` (A,) of its

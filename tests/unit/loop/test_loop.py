@@ -10,7 +10,6 @@ import time
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 
 import numpy as np
@@ -30,37 +29,8 @@ from openrlhf.loop.restarts import RESTARTS
 from openrlhf.loop.settings import read_settings
 from openrlhf.loop.supervised.datasets import build_train_set
 from openrlhf.loop.supervised.sft import SFTTask
-from openrlhf.tasks.tiny_model import tiny_chat_model
 
 QUESTIONS = ["Sam has 4 limes", "Tom has 7 pears, drops 2", "Max has 9 kiwis"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return tiny_chat_model(tmp_path_factory.mktemp("loop") / "model")
-
-
-@pytest.fixture
-def start(model: Path, tmp_path: Path):
-    """Returns a function that starts a run with flags; the run ends with the test."""
-    runs: list[rl.Run] = []
-
-    def started(**flags) -> rl.Run:
-        defaults = {
-            "rollout.n_samples_per_prompt": 4,
-            "rollout.max_new_tokens": 6,
-            "data.max_len": 64,
-            "ds.param_dtype": "fp32",
-            "algo.advantage.estimator": "group_norm",
-            "algo.kl.init_coef": 0,
-            "ckpt.output_dir": tmp_path / "out",
-        }
-        runs.append(rl.Run(actor=model, lr=1e-3, **defaults | flags))
-        return runs[-1]
-
-    yield started
-    for run in runs:
-        run.close(cancel=True)
 
 
 def by_length(queries: list[str], prompts: list[str], labels: list) -> list[float]:

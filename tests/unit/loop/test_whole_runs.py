@@ -100,7 +100,7 @@ def test_what_the_critic_warmed_up_on_is_kept_for_nobody():
     run = Run(config_of(estimator="gae", freezing_steps=2), 6, lambda episode, prompt: (0.0, 1.0))
     run.trainer.fit()
     (handle,) = run.policy.workers
-    (batch, _, _), *more = [args for name, args in handle.sent if name == "update"]
+    (batch, *_), *more = [args for name, args in handle.sent if name == "update"]
     third = sorted(run.number_of(0, prompt, i) for _, prompt in run.asked[4:] for i in (0, 1))
     assert not more
     assert sorted(numbers_of(batch)) == third
