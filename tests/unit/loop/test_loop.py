@@ -10,6 +10,7 @@ import time
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 
 import numpy as np
