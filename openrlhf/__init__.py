@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def set_variables() -> None:
-    """Sets variables that the Hugging Face libraries read at import: one progress bar per rank and file is
-    noise."""
+    """Sets variables that libraries read at import: one progress bar per rank and file is noise, and waiting
+    OpenMP threads sleep instead of spinning on cores that other processes need."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 set_variables()

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from openrlhf.backends.rollout import EngineDied
 from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.errors import ErrorCode, RunError
 
+DEATHS = (RayActorError, OutOfMemoryError)
+"""Ray's errors about a process that is gone; in the second one Ray's memory monitor ended it."""
 PATIENCE = 5.0
 """Seconds that processes have to prove that they are alive."""
 NAMES = {
@@ -53,7 +55,7 @@ def is_death(error: BaseException) -> bool:
     cause = find_cause(error)
     if isinstance(cause, RunError):
         return cause.code is ErrorCode.ENGINE_FAILED and not isinstance(cause, EnginesFailedError)
-    return isinstance(cause, RayActorError)
+    return isinstance(cause, DEATHS)
 
 
 def describe_cause(error: BaseException) -> str:
@@ -78,30 +80,51 @@ def _death_in(error: BaseException | None) -> RunError | None:
     if isinstance(cause, EngineDied):  # Ray's message names the actor, not the dead child process
         (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", str(error)) or [("?", "?")]
         return _death("EngineActor", f"the process that computes for process {pid} on {ip}", pid)
-    if isinstance(cause, RayActorError) and not cause.actor_init_failed:
+    if isinstance(cause, DEATHS) and not getattr(cause, "actor_init_failed", False):
         return _described(cause)
     return None
 
 
-def dead_among(members: Sequence[ActorHandle]) -> dict[int, RayActorError]:
+def dead_among(members: Sequence[ActorHandle]) -> dict[int, RayError]:
     """Returns index -> death of the dead processes among `members`. Ranks that wait for a dead rank often
     fail before Ray notices its death."""
     refs: dict[ray.ObjectRef, int] = {member.__ray_ready__.remote(): i for i, member in enumerate(members)}
     answered = ray.wait([*refs], num_returns=len(refs), timeout=PATIENCE)[0] if refs else []
-    deaths = {}
+    deaths: dict[int, RayError] = {}
     for ref in answered:
         try:
             ray.get(ref, timeout=PATIENCE)
-        except RayActorError as death:
+        except DEATHS as death:
             deaths[refs[ref]] = death
     return deaths
 
 
-def _described(death: RayActorError) -> RunError:
+def _described(death: RayError) -> RunError:
+    if isinstance(death, OutOfMemoryError):
+        return _ended_by_ray(str(death))
     said = dict(re.findall(r"^\s*(class_name|pid|ip): (\S+)", str(death), re.MULTILINE))
     actor, pid, where = (said.get(key, "") for key in ("class_name", "pid", "ip"))
     text = f"process {pid} on {where or 'an unknown machine'}" if pid else str(death).splitlines()[0]
     return _death(actor, text, pid)
+
+
+def _ended_by_ray(said: str) -> RunError:
+    """Returns the error for a process that Ray's memory monitor ended. `said`: the monitor's report."""
+    actor, pid = _found(r"Selected to kill: .*?task name=(\w+).*?pid=(\d+)", said) or ("", "?")
+    where, used, limit = _found(r"\(IP: ([^,)]+).*? was (\S+) used / (\S+)", said) or ("?", "?", "?")
+    largest = re.findall(r"^\d+\t[\d.]+\t.*", said, re.MULTILINE)[:3]
+    table = "\n".join(["pid\tGB\tcommand", *largest])
+    reason = (
+        f"Ray ended process {pid} on {where}, whose memory was full ({used} of {limit}). The largest "
+        f"processes:\n{table}\nEnd those of others, or make the run smaller: `openrlhf plan` estimates its "
+        "memory. OPENRLHF_DEBUG=1 shows Ray's whole error."
+    )
+    return _death(actor, reason, "")
+
+
+def _found(pattern: str, text: str) -> tuple[str, ...]:
+    match = re.search(pattern, text)
+    return match.groups() if match else ()
 
 
 def _death(actor: str, reason: str, pid: str) -> RunError:

@@ -18,6 +18,7 @@ import inspect
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -161,6 +162,8 @@ class Run:
         """True if the loop has asked for a checkpoint."""
         self._measured: Metrics = {}
         """Metrics since the last `log`."""
+        self._began = time.monotonic()
+        """When the first step began: `log` creates the observer only at its end."""
         atexit.register(self._close_late)
 
     def _start(self, placement: Placement, steps: int, held: ExitStack) -> None:
@@ -658,7 +661,7 @@ class Run:
         self._held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
         about = {"decode": self._decode, "dtype": config.ds.param_dtype}
         observer = Observer.opened(config, sys.argv, resume_step=done if done > 0 else None, **about)
-        observer.progress.start(None, done=self.step - 1)
+        observer.progress.start(None, done=self.step - 1, since=self._began)
         return observer
 
 

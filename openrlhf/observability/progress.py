@@ -118,10 +118,10 @@ class Progress(AbstractContextManager["Progress"]):
         self._closed = threading.Event()
         self._last_line = time.monotonic()
 
-    def start(self, total_steps: int | None = None, *, done: int = 0) -> None:
+    def start(self, total_steps: int | None = None, *, done: int = 0, since: float | None = None) -> None:
         """Starts the clock. `total_steps`: None if it is unknown, 0 if there are only phases. `done`: steps
-        before a resume."""
-        self._clock = StepClock(total=total_steps, done=done, now=self._now())
+        before a resume. `since`: time of the monotonic clock at which the first step began; None: now."""
+        self._clock = StepClock(total=total_steps, done=done, now=self._now() if since is None else since)
         if not self._show:
             return
         if _is_terminal(self._stream):

@@ -1,8 +1,11 @@
-"""Meaningless output of libraries stays off the screen, whatever a process imports first."""
+"""Meaningless output of libraries stays off the screen, and their idle threads off the cores, whatever a
+process imports first."""
 
 import os
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import importlib, logging, sys
@@ -20,3 +23,13 @@ def test_bars_and_the_remark_on_triton_are_off_before_any_library_is_imported() 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_HUB_")}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "an error\n")
+
+
+@pytest.mark.parametrize(("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(own: dict[str, str], expected: str) -> None:
+    """With two threads on two busy cores, spinning makes a token of SmolLM2 take 2 seconds, not 0.04. torch
+    reads the variable when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
+    program = "import openrlhf, os, sys; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout == f"{expected} False\n"

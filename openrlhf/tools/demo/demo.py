@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import shutil
+import sysconfig
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +92,8 @@ def run(folder: Path, model: str, seed: int, steps: int) -> None:
     if question:
         policy = str(folder / "policy")
         print("\nAsk it yourself, for example one of the problems that it solves:")
+        if not shutil.which("openrlhf"):  # `make` calls it by its path
+            print(f"export PATH={shlex.quote(sysconfig.get_path('scripts'))}:$PATH")
         print(
             f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {shlex.quote(policy)}"
         )

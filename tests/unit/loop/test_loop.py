@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 
 import numpy as np
@@ -60,6 +62,17 @@ def test_a_function_has_the_gradient_of_the_built_in_loss(start):
     assert own["ratio"] == pytest.approx(1)
     assert expected.norm() > 0
     assert (gradients(run) - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_the_first_step_lasts_from_the_start_of_the_run(start):
+    run = start()
+    began = time.monotonic()
+    groups = run.reward(run.sample(QUESTIONS), by_length)
+    groups.result(60)
+    spent = time.monotonic() - began
+    run.log({}, groups)
+    (row,) = (Path(run.config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(row)["timing/step_total"] >= spent
 
 
 def test_a_class_is_a_loss(start):

@@ -96,6 +96,22 @@ def test_a_pretrained_model_learns_sums_of_reasoning_gym(
     assert "$ openrlhf ppo" in printed and "openrlhf chat --model.model_name_or_path" in printed
 
 
+@pytest.mark.parametrize("in_path", [False, True])
+def test_the_printed_command_is_found_after_make_too(
+    in_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make demo` calls `.venv/bin/openrlhf`, which a shell without that folder in its PATH does not find."""
+    (tmp_path / "openrlhf").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path if in_path else tmp_path / "empty"))
+    monkeypatch.setattr(demo, "_fetch", lambda model, folder, seed, seconds: (tmp_path / "start", ""))
+    monkeypatch.setattr(demo, "_ppo", lambda folder, flags: None)
+    monkeypatch.setattr(demo, "_show_result", lambda folder, steps: "4 - 1 =")
+    demo.run(tmp_path, "smollm2", 0, 1)
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("echo '4 - 1 =' | openrlhf chat ")
+    assert before.startswith("export PATH=/") is not in_path
+
+
 def test_a_pretrained_model_needs_packages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags.fetch, "find_spec", lambda name: name)
     monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "reasoning_gym" else name)
