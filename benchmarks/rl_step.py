@@ -76,7 +76,8 @@ class Setting:
         """Flags of `openrlhf ppo`: those of the demo, and the differences from it."""
         samples = self.batch_size * self.num_samples
         return (
-            f"{demo.RL} --actor.model_name_or_path {self.model} --data.prompt_dataset {self.prompts} "
+            f"{demo.RL} {demo.TINY_RL} --actor.model_name_or_path {self.model} "
+            f"--data.prompt_dataset {self.prompts} "
             f"--reward.remote_url {REWARD_FILE} --rollout.batch_size {self.batch_size} "
             f"--rollout.n_samples_per_prompt {self.num_samples} "
             f"--rollout.max_new_tokens {self.max_new_tokens} --train.batch_size {samples} "

@@ -104,7 +104,7 @@ def test_a_sample_of_several_epochs_travels_once():
     policy = group_of(PolicyRanks, config_of(), 1)
     batch = batch_of([sample_of(3, number) for number in range(4)], log_probs=0.0)
     policy.update(batch, [[[3, 1]], [[0]], [[1, 0]], [[3]]], 0.0).result()
-    ((share, mini_batches, _),) = [args for name, args in policy.workers[0].sent if name == "update"]
+    ((share, mini_batches, *_),) = [args for name, args in policy.workers[0].sent if name == "update"]
     assert numbers_of(share) == [0, 1, 3] and mini_batches == [[2, 1], [0], [1, 0], [2]]
     (engine,) = engines_of(policy)
     assert [sorted(learned_in(step)) for step in engine.learned] == [[1, 3], [0], [0, 1], [3]]
