@@ -56,9 +56,9 @@ from openrlhf.loop.verb_arguments import (
     as_batch,
     check_choice,
     check_function,
+    compute_loss,
     groups_of,
     list_of,
-    read_loss,
     read_metrics,
     whole,
 )
@@ -564,7 +564,7 @@ class Run:
         for batch, loss in zip(map(as_batch, batches), losses, strict=True):
             if callable(loss) and not isinstance(loss, type):
                 log_probs = torch.from_numpy(self._roles.policy.forward(batch).result()).requires_grad_()
-                gradient, own = read_loss(loss(log_probs, batch), log_probs)
+                gradient, own = compute_loss(loss, log_probs, batch)
                 batch, metrics = replace(batch, advantages=gradient, returns=gradient), metrics | own
                 loss = GivenGradient(temperature=self.config.rollout.temperature)
             else:

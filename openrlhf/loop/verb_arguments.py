@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -108,9 +108,16 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}" + (f" of the shape {tuple(shape)}" if shape is not None else "")
 
 
-def read_loss(answer: Any, log_probs: Tensor) -> tuple[np.ndarray, Metrics]:
-    """Returns the gradient (A,) of what a loss function returned with respect to the log-probs, and the
+def compute_loss(loss: Callable, log_probs: Tensor, batch: Batch) -> tuple[np.ndarray, Metrics]:
+    """Calls a loss function. Returns the gradient (A,) of its value with respect to the log-probs, and the
     metrics with the loss. Raises UsageError for a value that is no loss."""
+    try:
+        answer = loss(log_probs, batch)
+    except (TypeError, RuntimeError) as error:
+        if "numpy" not in str(error):
+            raise
+        text = f"the loss function failed: {error}\nThe fields of a batch are numpy arrays; in a loss, write "
+        raise UsageError(ErrorCode.USER_CODE, f"{text}torch.from_numpy(batch.advantages).") from error
     value, more = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
     if not (isinstance(value, Tensor) and value.numel() == 1):
         text = f"returns a tensor with one number, or (loss, metrics); this one returned {_kind(value)}"

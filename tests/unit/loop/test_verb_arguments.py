@@ -295,6 +295,10 @@ LOSSES = {
     "this one returned a dict": lambda log_probs, batch: {"loss": log_probs.mean()},
     "does not depend on log_probs: detach": lambda log_probs, batch: log_probs.detach().mean(),
     "does not depend on log_probs": lambda log_probs, batch: torch.ones((), requires_grad=True),
+    r"write torch\.from_numpy\(batch\.advantages\)": lambda log_probs, batch: (
+        -(log_probs * batch.advantages).mean()
+    ),
+    r"in a loss, write torch\.from_numpy": lambda log_probs, batch: -(batch.advantages * log_probs).mean(),
     r"metric r: is no number, but a Tensor of the shape \(18,\)": lambda log_probs, batch: (
         log_probs.mean(),
         {"r": log_probs},
