@@ -52,6 +52,7 @@ READ_AT_IMPORT = {
     "OMP_NUM_THREADS": "1",  # Ray's default for workers
     "OPENBLAS_NUM_THREADS": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow's allocator, which a fork would lose
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 """Default variables of ranks and engines that libraries keep when they are imported, and which cannot be set
