@@ -96,10 +96,10 @@ def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
 def _merge(config: LoraCombinerConfig, trained_on: str) -> PreTrainedModel:
     dtype = DTYPES[config.ds.param_dtype]
     auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
-    labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
+    more: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
+    more |= {"dtype": dtype, "output_loading_info": True}
     with loading("weights", config.model_path, "--model_path", OF_FILES):
-        options = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True} | labels
-        base, info = auto_class.from_pretrained(config.model_path, **options)
+        base, info = auto_class.from_pretrained(config.model_path, trust_remote_code=False, **more)
     new = f"{CLASSIFIER_HEAD}." if config.is_rm else None  # the adapter has it
     check_loaded(info, config.model_path, "--model_path", new=new)
     if config.is_rm:
