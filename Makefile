@@ -21,7 +21,7 @@ NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_trai
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier; a pretrained one: MODEL=smollm2
 	.venv/bin/openrlhf demo $(if $(MODEL),--model $(MODEL))
 
-test: env  ## Every guarantee, in about 25 minutes
+test: env  ## Every guarantee, in about 15 minutes
 	.venv/bin/pytest -m "not slow" --junit-xml=$(REPORTS)/gpu.xml tests/gpu
 	.venv/bin/pytest $(PARALLEL) -m "not slow and not gpu" --junit-xml=$(REPORTS)/cpu.xml
 	@.venv/bin/python tools/count_tests.py $(REPORTS)/cpu.xml $(REPORTS)/gpu.xml

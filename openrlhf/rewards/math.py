@@ -76,7 +76,6 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
     import math_verify  # imports sympy, which takes a second
 
     limit: Any = LIMIT if threading.current_thread() is threading.main_thread() else None
-
     gold, answer = _GROUPS.sub("", gold), _GROUPS.sub("", answer)
 
     def parse(text: str) -> list[Any]:

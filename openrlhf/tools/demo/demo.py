@@ -63,7 +63,7 @@ PRETRAINED_RL = (
     "--reward.stop_properly_penalty_coef 0"  # an answer that does not end is not right
 )
 SUMS = "min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-"""Sums and differences of two digits, of which a pretrained model solves a fifth at the start."""
+"""Sums and differences of two digits, of which a pretrained model solves a quarter at the start."""
 HELD_OUT = 64
 """Number of problems for evaluation, of the 200 that there are."""
 
