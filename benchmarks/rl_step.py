@@ -15,12 +15,14 @@ threads, in alternating order, so that load on the machine meets all of them; tr
 seconds. A run's step is the median of its steps after the warm-up.
 
 The policy of `--model tiny` is the demo's, after its supervised phases: it ends its answers itself. `small`
-has about 30 million random weights, so nearly all of its answers are cut at --max_new_tokens. The learning
-rate is close to 0, so every step of every way samples from the same policy; the answers must have the same
-length on average, or the benchmark ends with an error.
+has about 30 million random weights, so nearly all of its answers are cut at --max_new_tokens. A folder is
+that of a chat model, such as the one that `openrlhf fetch smollm2` prints. The learning rate is close to 0,
+so every step of every way samples from the same policy; the answers must have the same length on average, or
+the benchmark ends with an error.
 
     python benchmarks/rl_step.py --model tiny
     python benchmarks/rl_step.py --model small --steps 4 --warmup 1 --rounds 2
+    python benchmarks/rl_step.py --model a/folder/with/SmolLM2-135M --steps 3 --warmup 1 --prompts 8
 """
 
 import argparse
@@ -51,6 +53,8 @@ from openrlhf.types import not_none
 
 SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 5}}
 """Arguments of `tiny_chat_model`."""
+PRETRAINED = "--data.max_len 256 --train.max_tokens_per_gpu 1024"
+"""Flags for a chat model of a folder, whose template and vocabulary are larger."""
 LENGTHS_AGREE = 0.15
 """Largest relative difference of the mean lengths of two ways: both are means over random answers."""
 PHASES = ("generate", "logprobs", "update", "sync")
@@ -70,6 +74,8 @@ class Setting:
     warmup: int
     learning_rate: float = 1e-12
     seed: int = 0
+    more: str = ""
+    """Further flags of `openrlhf ppo`."""
 
     @property
     def flags(self) -> str:
@@ -82,7 +88,7 @@ class Setting:
             f"--rollout.n_samples_per_prompt {self.num_samples} "
             f"--rollout.max_new_tokens {self.max_new_tokens} --train.batch_size {samples} "
             f"--train.max_steps {self.steps} --train.num_episodes {self.steps} --train.seed {self.seed} "
-            f"--actor.adam.lr {self.learning_rate}"
+            f"--actor.adam.lr {self.learning_rate} {self.more}"
         )
 
     @property
@@ -130,7 +136,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="tiny", choices=["tiny", *SIZES])
+    parser.add_argument("--model", default="tiny", help="tiny, small, or the folder of a chat model")
     parser.add_argument(
         "--modes", nargs="+", default=list(WAYS), choices=WAYS, help="ways to run (default: all)"
     )
@@ -164,8 +170,10 @@ def prepare(options: argparse.Namespace, folder: Path) -> Setting:
         model = folder / "sft"
         if not model.exists():
             train_policy(files, folder)
-    else:
+    elif options.model in SIZES:
         model = tiny_chat_model(folder / options.model, **SIZES[options.model])
+    else:
+        model = Path(options.model)
     return Setting(
         model=str(model.resolve()),
         prompts=str(files.prompts.resolve()),
@@ -174,6 +182,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Setting:
         max_new_tokens=options.max_new_tokens,
         steps=options.steps,
         warmup=options.warmup,
+        more="" if options.model in ("tiny", *SIZES) else PRETRAINED,
     )
 
 

@@ -165,12 +165,11 @@ class PPOTrainer(Generic[PolicyT]):
 
         step.batch = batch = replace(step.batch, teacher_log_probs=None)  # advantages contain them
         step.groups = [t.group for t in finished] if self.config.train.shuffle == "group" else None
-        with_truncated, sampled = not self.config.rollout.mask_truncated, num_samples(step.samples)
-        step.trained_on = trained_on(step, with_truncated=with_truncated)
+        step.trained_on = trained_on(step, with_truncated=not self.config.rollout.mask_truncated)
         for name, model in self.trained_models.items():
             routed = name == "policy"
             step.schedules[name] = build_schedule(
-                self.config, model, batch, step.trained_on, sampled, step.groups, routed=routed
+                self.config, model, batch, step.trained_on, step.num_samples, step.groups, routed=routed
             )
         announce(self.hooks, Hook.scheduled, step)
 
@@ -187,7 +186,7 @@ class PPOTrainer(Generic[PolicyT]):
 
         self.optimizer_steps += len(step.schedules.get("policy", []))
         if self.policy_learns:
-            self.kl = self.kl.update(step.metrics.get("kl/mean", 0.0), num_samples(finished))
+            self.kl = self.kl.update(step.metrics.get("kl/mean", 0.0), sum(t.is_first for t in finished))
 
     def assign_advantages(self, batch: Batch, finished: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
         arguments = advantage_arguments(self.config, self.kl.coef)

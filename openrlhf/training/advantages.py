@@ -77,8 +77,11 @@ def compute_advantages(
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
     batch = replace(batch, advantages=advantages.numpy(), returns=returns.numpy())
+    metrics: Metrics = {}
+    if step.values is not None:
+        metrics["critic/explained_variance"] = explained_variance(step.values, returns)
     center = mean(advantages)
-    metrics = _reward_metrics(step.rewards, step.group_ids) | {
+    metrics |= _reward_metrics(step.rewards, step.group_ids) | {
         "reward/clipped_fraction": float((clip(shaped, *reward.clip_range) != shaped).double().mean()),
         "reward/shaped_min": float(shaped.min()),
         "reward/shaped_max": float(shaped.max()),
@@ -90,8 +93,6 @@ def compute_advantages(
     }
     if to_teacher is not None:
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
-    if step.values is not None:
-        metrics["critic/explained_variance"] = explained_variance(step.values, returns)
     if batch.log_probs is not None:
         metrics |= log_prob_metrics(batch, algo.kl.estimator, kl)
     return batch, metrics

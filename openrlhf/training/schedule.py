@@ -104,14 +104,14 @@ def build_schedule(
     """Returns the schedule of `train.max_epochs` passes of a model over the sequences `trained_on`. Each
     model has its own random order. `num_sampled`: number of samples, with failed ones. `groups`: see
     `training_schedule`. `routed`: whether the model replays the batch's routing of experts."""
-    token_ids = None
+    token_ids, batches = None, num_batches(num_sampled, config.samples_per_update)
     if config.ds.share_prefixes != "false":
         routing = batch.routing if routed else None
         token_ids = identities(batch.token_ids, batch.lengths, images=batch.images, routing=routing)
     return training_schedule(
         batch.lengths.tolist(),
         trained_on,
-        num_batches=num_batches(num_sampled, config.samples_per_update),
+        num_batches=batches,
         epochs=config.train.max_epochs,
         num_ranks=model.data_parallel_size,
         seed=(config.train.seed, model.num_updates),

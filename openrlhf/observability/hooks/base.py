@@ -56,6 +56,11 @@ class Step:
         """The samples that did not fail."""
         return [t for t in self.samples if t.ok]
 
+    @property
+    def num_samples(self) -> int:
+        """Number of episodes. An episode with several sequences counts once."""
+        return sum(t.is_first for t in self.samples)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
