@@ -12,7 +12,7 @@ operators allocate. Exits with an error if a term that is at least a hundredth o
 than `--limit`.
 
     python benchmarks/plan.py
-    python benchmarks/plan.py --models a/folder/with/SmolLM2-135M
+    python benchmarks/plan.py --models a/folder/with/SmolLM2-135M --objectives sft dpo rl
 """
 
 import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -46,8 +46,10 @@ from openrlhf.models.attention import PACKED
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.sizes import model_size, shape_of
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Sample
+from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 
 TERMS = ("weights", "gradients", "optimizer", "activations", "all")
 SMALLEST_SHARE = 0.01
@@ -84,6 +86,8 @@ class Way(NamedTuple):
     checkpointing: bool = False
     family: str = "llama"
     backend: BackendName = "deepspeed"
+    objective: str = "sft"
+    """Key of OBJECTIVES."""
 
 
 WAYS = (
@@ -177,10 +181,36 @@ def tokens_of(way: Way) -> int:
     return SIZES[way.size].tokens if way.size in SIZES else TOKENS
 
 
-def row_of(vocabulary: int, count: int, seed: int) -> PackedRow:
+def sample_of(vocabulary: int, count: int, seed: int) -> Sample:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (count,), generator=generator)
-    return PackedRow.of([Sample(token_ids=tokens, action_mask=torch.arange(count) > 0)])
+    return Sample(token_ids=tokens, action_mask=torch.arange(count) > 0)
+
+
+def answer_row(vocabulary: int, count: int, seed: int) -> PackedRow:
+    return PackedRow.of([sample_of(vocabulary, count, seed)])
+
+
+def pair_row(vocabulary: int, count: int, seed: int) -> PairRow:
+    chosen, rejected = (sample_of(vocabulary, count // 2, seed + i) for i in (0, 10))
+    return PairRow.of([Pair(chosen=chosen, rejected=rejected, ref_log_probs=torch.zeros(2))])
+
+
+def experience_row(vocabulary: int, count: int, seed: int) -> ExperienceRow:
+    row = answer_row(vocabulary, count, seed)
+    column = torch.zeros(len(row.actions))
+    return ExperienceRow(
+        row=row, old_log_probs=column, advantages=column + 1, returns=column, rollout_log_probs=column
+    )
+
+
+OBJECTIVES: dict[str, tuple[Callable[[int, int, int], Any], Any]] = {
+    "sft": (answer_row, SFTObjective()),
+    "dpo": (pair_row, DPOObjective(beta=0.1)),
+    "rl": (experience_row, PolicyObjective(entropy_coef=0.01)),
+}
+"""Objectives, and functions (vocabulary, number of tokens, seed) -> a row. The reference is precomputed, and
+RL has an entropy bonus."""
 
 
 def predicted_shape(config: Any, ds: DeepSpeedConfig, backend: BackendName) -> ModelShape:
@@ -203,10 +233,14 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
         return PolicyModel(model)
 
     shape = predicted_shape(config, ds, way.backend)
-    said = training_memory(shape, ds, way.backend, num_tokens, way.checkpointing).parts
+    make_row, objective = OBJECTIVES[way.objective]
+    has_bonus = way.objective == "rl"
+    said = training_memory(
+        shape, ds, way.backend, num_tokens, way.checkpointing, with_entropy=has_bonus
+    ).parts
     init_distributed()
-    rows = [row_of(config.vocab_size, num_tokens, seed) for seed in (1, 2)]
-    activations = pass_bytes(build(), rows[0], way.checkpointing)
+    rows = [make_row(config.vocab_size, num_tokens, seed) for seed in (1, 2)]
+    activations = pass_bytes(build(), objective, rows[0], way.checkpointing)
     before = all_held()
     engine: Any = build_engine(
         build,
@@ -217,7 +251,7 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
         total_steps=10,
         gradient_checkpointing=way.checkpointing,
     )
-    engine.train_step(rows, SFTObjective())
+    engine.train_step(rows, objective)
     own = {key: n for key, n in all_held().items() if key not in before}
     parameters = list(engine.module.parameters())
     weights = held(getattr(p, "ds_tensor", p) for p in parameters)
@@ -234,7 +268,7 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
 
     engine._step = step_and_look
     with Allocations(parameters) as work:
-        engine.train_step(rows, SFTObjective())
+        engine.train_step(rows, objective)
     found = {
         "weights": sum(weights.values()),
         "gradients": sum((gradients | lasting).values()),
@@ -248,12 +282,12 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
     return shape_of(engine.module.model).trainable, said, found
 
 
-def pass_bytes(model: PolicyModel, row: PackedRow, checkpointing: bool) -> int:
+def pass_bytes(model: PolicyModel, objective: Any, row: Any, checkpointing: bool) -> int:
     """Returns the peak of a forward and a backward pass, without gradients of parameters."""
     if checkpointing:
         enable_checkpointing(model.model, reentrant=False, dropout=True)
     with Allocations(list(model.parameters())) as work:
-        loss, _ = SFTObjective()(model.train(), row, LossNorm(len(row.actions), 1))
+        loss, _ = objective(model.train(), row, LossNorm(row.num_tokens, row.num_sequences))
         loss.backward()
     return work.peak_without_gradients
 
@@ -264,14 +298,16 @@ def main() -> int:
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--models", nargs="+", default=[], help="folders of models, in place of --sizes")
+    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=["sft"])
     parser.add_argument("--limit", type=float, default=0.1, help="largest relative error (default: 0.1)")
     options = parser.parse_args()
-    print("| model | dtype | ZeRO | checkpointing | backend | tokens | " + " | ".join(TERMS) + " | s |")
-    print("|" + "---|" * 12)
+    facts = ("model", "objective", "dtype", "ZeRO", "checkpointing", "backend", "tokens", *TERMS, "s")
+    print(f"| {' | '.join(facts)} |\n|" + "---|" * len(facts))
     worst = 0.0
     import_module(ENGINES["deepspeed"][0])  # before processes are forked
     own = [Way(folder, "fp32", 0) for folder in options.models]
-    for way in own or [way for way in WAYS if way.size in options.sizes]:
+    ways = own or [way for way in WAYS if way.size in options.sizes]
+    for way in [way._replace(objective=name) for way in ways for name in options.objectives]:
         began = time.perf_counter()
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
             count, said, found = pool.submit(measure, way).result()
@@ -283,6 +319,7 @@ def main() -> int:
             cells.append(f"{error:+.1%} of {found[name] / 2**20:,.1f} MiB")
         facts = (
             f"{way.family if way.size in SIZES else Path(way.size).name} {count / 1e6:,.1f}M",
+            way.objective,
             way.dtype,
             str(way.stage),
             "yes" if way.checkpointing else "no",

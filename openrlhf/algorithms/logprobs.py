@@ -228,6 +228,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_entropy is not None:
                 factor = (all_log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(factor)
             grad = all_log_probs.exp_().mul_(factor).neg_()
+            del factor  # as large as the logits with an entropy bonus
             ctx.vocabulary.add(grad, _columns(targets[rows]), grad_log_probs[rows])
             grads.add(rows, hidden, ctx.weight, grad, slope)
 

@@ -146,9 +146,9 @@ class TrainEngine(Protocol):
         """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
         ...
 
-    def row_memory(self, num_tokens: int) -> RankMemory:
-        """Estimates this rank's peak memory in an optimizer step whose longest row has `num_tokens`
-        tokens."""
+    def row_memory(self, num_tokens: int, with_entropy: bool = False) -> RankMemory:
+        """Estimates this rank's peak memory in an optimizer step whose longest row has `num_tokens` tokens.
+        `with_entropy`: the loss has an entropy bonus."""
         ...
 
     def weights(self, bucket_bytes: int = ..., part: Part = "merged") -> Iterator[tuple[str, Tensor]]:

@@ -387,7 +387,7 @@ class TrainedRank(ModelRank):
                 contributions[name] = contributions.get(name, 0) + contribution
         return self._sum_over_ranks(contributions)
 
-    def row_memory(self, num_tokens: int) -> RankMemory:
+    def row_memory(self, num_tokens: int, with_entropy: bool = False) -> RankMemory:
         """Estimates this rank's peak memory in an optimizer step, see `TrainEngine`."""
         return training_memory(
             shape_of(self.module.model).shard(self.mesh.tensor),
@@ -397,6 +397,7 @@ class TrainedRank(ModelRank):
             self.checkpoints_layers,
             ranks=self.mesh.copies,
             gpu=own_bytes() if DEVICE_TYPE == "cuda" else None,
+            with_entropy=with_entropy,
         )
 
     def weights(

@@ -20,6 +20,10 @@ def trained_item(ds: DeepSpeedConfig, backend: BackendName) -> int:
     return 4 if backend == "torch" else ITEM_BYTES[ds.param_dtype]
 
 
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names that configurations have for the cap of a head's logits."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a model, or of one rank's tensor-parallel shard, that determine a rank's memory."""
@@ -43,6 +47,8 @@ class ModelShape:
     """Number of experts that compute a token; 0 without experts."""
     tied: bool = False
     """True if the head is the input embedding."""
+    softcap: bool = False
+    """True if the head caps its logits."""
 
     @classmethod
     def of(
@@ -70,6 +76,7 @@ class ModelShape:
             normed_heads=normed_heads,
             experts=experts,
             tied=not scalar and bool(getattr(config.get_text_config(), "tie_word_embeddings", False)),
+            softcap=not scalar and number(*SOFTCAPS) > 0,
         )
 
     def shard(self, ranks: int) -> Self:

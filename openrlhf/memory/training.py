@@ -69,14 +69,15 @@ def training_memory(
     *,
     ranks: int = 1,
     gpu: int | None = None,
+    with_entropy: bool = False,
 ) -> RankMemory:
     """Estimates the peak memory of an optimizer step. `tokens`: this rank's part of the longest row. `ranks`:
     number of ranks over which optimizer states and, at stage 3, weights are sharded. `gpu`: the GPU's memory
-    in bytes; None: on a CPU."""
+    in bytes; None: on a CPU. `with_entropy`: the loss has an entropy bonus."""
     size, own, on_gpu = ITEM_BYTES[ds.param_dtype], shape.trainable // ranks, gpu is not None
     row = (tokens, size, checkpointing, gpu)
     passes, headless = (
-        activations(some, *row, on_host=on_gpu and ds.activation_offload)
+        activations(some, *row, on_host=on_gpu and ds.activation_offload, with_entropy=with_entropy)
         for some in (shape, replace(shape, vocabulary=0))
     )
     if backend == "torch":  # from the documentation of `fully_shard`
@@ -144,7 +145,14 @@ def layer_bytes(shape: ModelShape, size: int) -> int:
 
 
 def activations(
-    shape: ModelShape, tokens: int, size: int, checkpointing: bool, gpu: int | None, *, on_host: bool
+    shape: ModelShape,
+    tokens: int,
+    size: int,
+    checkpointing: bool,
+    gpu: int | None,
+    *,
+    on_host: bool,
+    with_entropy: bool = False,
 ) -> int:
     """Returns the peak memory of activations in bytes: what all layers keep, plus the maximum of recomputing
     one layer and computing the head; or, if that is more, the gradients of a head and of the embedding that
@@ -159,22 +167,25 @@ def activations(
     # The last norm, the hidden states at actions, their gradients, and the gradients of the row's hidden
     # states.
     states = shape.hidden * (4 + 5 * size)
-    passes = tokens * kept + max(tokens * again, tokens * states + _head(shape, tokens, size, gpu))
+    head = _head(shape, tokens, size, gpu, with_entropy)
+    passes = tokens * kept + max(tokens * again, tokens * states + head)
     weights = shape.vocabulary * shape.hidden
     is_tied = shape.tied and shape.trainable >= weights  # adapters leave both as they are
     return max(passes, 3 * size * weights if is_tied else 0)
 
 
-def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
+def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None, with_entropy: bool) -> int:
     """Returns the bytes of a chunk of logits plus the gradient of the head."""
     weights = shape.vocabulary * shape.hidden
     logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
+    # Bytes per element of a chunk: logits, which become their gradient, and the slope of the cap; beside them
+    # the factors of an entropy bonus, and afterwards a low-precision copy.
+    kept, rounded = 4 * (1 + shape.softcap), size if size < 4 else 0
+    chunk = logits * (kept + max(4 * with_entropy, rounded)) // 4
     if gpu is None:
         # The gradient in float32; in half precision also weights in float32 and a copy of the gradient.
-        return (4 if size == 4 else 8 + size) * weights + logits
-    # bytes per element of a low-precision copy, first of a chunk's logits, then of the gradient
-    rounded = size if size < 4 else 0
-    return 4 * weights + max(logits * (4 + rounded) // 4, weights * rounded)
+        return (4 if size == 4 else 8 + size) * weights + chunk
+    return 4 * weights + max(chunk, weights * rounded)
 
 
 def forward_memory(shape: ModelShape, tokens: int, item: int, gpu: int | None) -> dict[str, float]:

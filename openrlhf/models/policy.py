@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.logprobs import WHOLE, Vocabulary, linear_log_probs, sum_of_log_probs
+from openrlhf.memory.sizes import SOFTCAPS
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.types import PackedRow
 
@@ -133,7 +134,7 @@ def head_options(config: PreTrainedConfig) -> tuple[float, float | None]:
     known = lambda *names: next(filter(None, (getattr(text_config, name, None) for name in names)), None)
     factor = known("logit_scale") or 1.0
     divisor = known("logits_scaling", "logits_mup_width_multiplier") or 1.0
-    return factor / divisor, known("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return factor / divisor, known(*SOFTCAPS)
 
 
 def transformed_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:

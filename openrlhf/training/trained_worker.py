@@ -139,7 +139,8 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
     def memory_of_rows(self) -> str:
         """See `memory_of_rows` of memory/rows.py."""
-        config, estimate = self.config, self.model.row_memory
+        config = self.config
+        estimate = partial(self.model.row_memory, with_entropy=bool(config.actor.entropy_coef))
         sharing = config.ds.ring_attn_size
         return memory_of_rows(estimate, config.train, config.data.max_len, sharing, own_bytes())
 

@@ -238,6 +238,7 @@ class _Group:
             checkpointing,
             ranks=self.ranks(role),
             gpu=self.gpu,
+            with_entropy=bool(config.actor.entropy_coef),
         )
 
     def forward(self, role: str) -> dict[str, float]:

@@ -65,6 +65,12 @@ def test_experts_of_a_token_count_together():
     assert shape_of(hf.GPT2Config(n_embd=64)).intermediate == 4 * 64
 
 
+def test_a_head_that_caps_its_logits_keeps_their_slope():
+    assert shape_of(hf.Gemma2Config(**SIZES)).softcap
+    assert not shape_of(hf.Gemma2Config(**SIZES, final_logit_softcapping=None)).softcap
+    assert not shape_of(hf.Qwen2Config(**SIZES)).softcap
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.few(40)
 def test_every_architecture_says_how_large_it_is(name: str) -> None:
@@ -130,20 +136,31 @@ def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expe
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("vocabulary", [32_000, 151_936])
 @pytest.mark.parametrize("gpu", [8 * 2**30, H100])
-def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_chunk_of_logits_on_a_gpu(
+    gpu: int, vocabulary: int, dtype: str, softcap: float | None, with_entropy: bool
+) -> None:
     """Counts on the meta device the memory of the head of a model without layers, by a GPU's rules."""
     tokens, hidden = 16_384, 2048
     sizes = dict.fromkeys(("weight_bytes", "trainable", "layers", "intermediate", "queries", "keys"), 0)
-    shape = ModelShape(**sizes, vocabulary=vocabulary, hidden=hidden, normed_heads=False)
+    shape = ModelShape(
+        **sizes, vocabulary=vocabulary, hidden=hidden, normed_heads=False, softcap=softcap is not None
+    )
     flags = DeepSpeedConfig(param_dtype=dtype)
-    found = training_memory(shape, flags, "deepspeed", tokens, False, gpu=gpu)
+    found = training_memory(shape, flags, "deepspeed", tokens, False, gpu=gpu, with_entropy=with_entropy)
     said = found.activations + found.logits
     options = {"device": "meta", "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]}
     chunk, size = logits_bytes(gpu) // (4 * vocabulary), options["dtype"].itemsize
-    for compute in (
-        lambda *x: linear_log_probs(*x, chunk=chunk)[0].sum(),
-        partial(sum_of_log_probs, chunk=chunk),
-    ):
+    both = lambda log_probs, entropy: log_probs.sum() + entropy.sum()
+    ways = {
+        False: (
+            lambda *x: linear_log_probs(*x, chunk=chunk, softcap=softcap)[0].sum(),
+            partial(sum_of_log_probs, chunk=chunk, softcap=softcap),
+        ),
+        True: (lambda *x: both(*linear_log_probs(*x, chunk=chunk, softcap=softcap, with_entropy=True)),),
+    }
+    for compute in ways[with_entropy]:
         states, weight = (torch.empty(n, hidden, **options, requires_grad=True) for n in (tokens, vocabulary))
         with Work() as work:
             compute(states, weight, torch.empty(tokens, dtype=torch.int64, device="meta")).backward()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from architectures import ALL, tiny_config
-from test_logprobs import Work
+from counted_work import Work
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.memory.engines import bucket_size
