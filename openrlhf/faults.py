@@ -29,6 +29,7 @@ POINTS = {
     "save.after_rename": "a checkpoint has its name; `latest` does not name it yet",
     "save.rotate": "before an old checkpoint is removed",
     "export.before_move": "an exported model is written, and its files are still in a temporary folder",
+    "rank.load": "before a rank of policy or critic loads its model",
     "sync.send": "before a rank sends weights to the engines",
     "sync.load": "in a worker of a vLLM engine, before it loads a bucket of weights",
     "reward.call": "in the process of a reward function, before a call of it",

@@ -81,8 +81,8 @@ class Roles:
 
     def watchdog(self, config: PPOConfig, *, starting: bool = False) -> Watchdog:
         """Returns a watchdog of all processes. An engine that hangs is replaced; a rank that hangs is killed,
-        so that the calls that the run waits for fail. `starting`: the processes load their models. They only
-        have to answer, and engines are like ranks, because no other engine can take their place yet."""
+        so that the calls that the run waits for fail. `starting`: the processes load their models. Engines
+        are like ranks then, because no other engine can take their place yet."""
 
         def processes() -> Mapping[str, Sequence[ActorHandle | None]]:
             return self.processes if starting else self.processes | {ENGINES: self.rollout.watched}

@@ -4,7 +4,8 @@ A thread of each process writes its counters to Ray's key-value store every BEAT
 the driver requests them (`start_heartbeat`). Calls to an actor would not do, because it may be busy for
 hours. A thread of the driver reads the counters (`Watchdog`): it reports a process that does not answer, or
 that has work but makes no progress, and gives it up after its limit. An engine is then replaced, a rank ends
-the run. A process that makes progress is never given up, however long its work takes.
+the run. A process that makes progress is never given up, however long its work takes. While models load, no
+counter grows: any process that computes or reads is then progress of all, which wait for each other.
 
 The same thread requests the end of the run, as SIGTERM does, when Ray drains a node of the run, as it does
 before a spot machine is taken away.
@@ -28,6 +29,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -43,6 +45,9 @@ BEAT = 5.0
 NOTICE = 20.0
 """Seconds without an answer after which a line is printed. Without progress it is at least a third of the
 limit."""
+
+IDLE = 0.02 * BEAT
+"""Largest work between two beats of a process that only waits, see `_work`. Ray's own threads use less."""
 
 STACKS_WAIT = 4 * BEAT
 """Maximum time in seconds for processes to write their stacks."""
@@ -72,6 +77,8 @@ class Beat:
     """None for a process that is no engine."""
     node: str = ""
     """Ray's id of the process's node."""
+    work: float = 0.0
+    """See `_work`; 0 once a counter has grown."""
 
 
 def start_heartbeat(
@@ -90,13 +97,26 @@ def _beat(
     number, has_written, node = 0, False, ray.get_runtime_context().get_node_id()
     while True:
         number += 1
-        beat = Beat(number, *progress(), os.getpid(), platform.node(), queue(), node)
+        counter, is_busy = progress()
+        work = 0.0 if counter else _work()
+        beat = Beat(number, counter, is_busy, os.getpid(), platform.node(), queue(), node, work)
         with suppress(RayError):  # the store may be gone for a while, or for good; then Ray ends this process
             board.put(f"beat/{actor}", json.dumps(asdict(beat)))
             if not has_written and board.get(STACKS_WANTED) is not None:
                 board.put(f"stacks/{actor}", stacks())
                 has_written = True
         time.sleep(BEAT)
+
+
+def _work() -> float:
+    """Returns CPU seconds of this process and its children, plus a second for each 64 MiB that they read."""
+    total, own = 0.0, psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error, AttributeError):  # it has just ended; no system but Linux counts bytes
+            total += sum(process.cpu_times()[:2])
+            count = process.io_counters()
+            total += max(count.read_bytes, count.read_chars) / 2**26
+    return total
 
 
 class Board:
@@ -152,6 +172,7 @@ class _Seen:
     advanced: float
     number: int = 0
     progress: int = 0
+    work: float = 0.0
     is_noted: bool = False
     """True if a line about the process was printed."""
     last: Beat | None = None
@@ -173,12 +194,13 @@ class Watchdog:
         """`processes`: returns role -> processes, None for a process that is not watched. `limits`: role ->
         seconds without an answer or progress after which a process is given up. `give_up`: called with the
         role of such a process, its index in the role, the process and the reason. `folder`: folder to which
-        the stacks of all processes are written. `needs_progress`: False if an answer suffices, as from a
-        process that loads a model, during which no counter grows."""
+        the stacks of all processes are written. `needs_progress`: False while processes load models: then
+        work of any is progress of all."""
         self._processes, self._limits, self._give_up = processes, limits, give_up
         self._needs_progress = needs_progress
         self._folder, self._board = Path(folder), board
         self._seen: dict[str, _Seen] = {}
+        self._worked = 0.0
         self._is_ending = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -239,12 +261,16 @@ class Watchdog:
             seen.answered, seen.number, seen.last = now, beat.number, beat
             if beat.progress != seen.progress or not beat.is_busy:
                 seen.advanced, seen.progress = now, beat.progress
+            if abs(beat.work - seen.work) > IDLE:
+                self._worked = now
+            seen.work = beat.work
         limit, name = self._limits(role), name_process(role, index, seen.last)
         since, notice, text = now - seen.answered, min(NOTICE, limit), f"{name} has not answered"
         if seen.last is None:  # imports alone may take longer than NOTICE
             notice, text = max(notice, limit / 3), f"{name} has not started"
-        elif since < notice and self._needs_progress:
-            since, notice = now - seen.advanced, max(notice, limit / 3)
+        elif since < notice:
+            advanced = seen.advanced if self._needs_progress else max(seen.advanced, self._worked)
+            since, notice = now - advanced, max(notice, limit / 3)
             text = f"{name} has work but made no progress"
         if since < notice:
             if seen.is_noted:

@@ -158,6 +158,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         ema_beta: float | None = None,
     ) -> TrainEngine:
         self.total_steps = total_steps
+        fault("rank.load")
         return build_engine(
             build_model,
             backend=self.config.train.backend,

@@ -75,6 +75,23 @@ def test_a_rank_that_hangs_ends_the_run_with_all_stacks(task: TaskFiles, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_engines")
+def test_a_rank_that_hangs_while_models_load_ends_the_run_with_its_stack(
+    task: TaskFiles, tmp_path: Path
+) -> None:
+    """It answers, so nothing but the work of the processes tells that no one goes on."""
+    done = in_own_process(
+        f"{rl(task, tmp_path, '--actor.num_gpus_per_node 1 --rollout.engine transformers')} "
+        f"--train.rank_timeout {LIMIT}",
+        OPENRLHF_FAULT="rank.load:sleep=800",
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "has work but made no progress for " in done.stderr and "Traceback" not in done.stderr
+    of_rank = (tmp_path / "run" / "stacks.txt").read_text().partition("== rank 0 of policy\n")[2]
+    assert "time.sleep(each.value)" in of_rank.partition("\n== ")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_engines")
 def test_a_run_that_restarts_equals_an_undisturbed_one(task: TaskFiles, tmp_path: Path) -> None:
     """A rank dies once in step 4; the run resumes from the checkpoint of step 2."""
     found = []

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -106,14 +108,50 @@ def test_an_engine_without_tokens(run: Run, capsys: pytest.CaptureFixture) -> No
     assert run.given_up[0][:2] == ("engines", 0) and len(run.given_up) == 1
 
 
-def test_a_process_that_loads_a_model_only_has_to_answer(run: Run, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("busy", ["engine", "rank"])
+def test_while_models_load_the_work_of_any_process_is_progress_of_all(
+    run: Run, capsys: pytest.CaptureFixture, busy: str
+) -> None:
+    """A tenth of a core is enough; processes that wait for the others are left alone."""
     run.watchdog._needs_progress = False
-    run.set("rank", is_busy=True)
-    run.go_on(2 * LIMITS["policy"])
+    for name in run.beats:
+        run.set(name, is_busy=True)
+    for beat in range(int(2 * LIMITS["policy"] / BEAT)):
+        run.set(busy, work=0.1 * BEAT * beat)
+        run.go_on(BEAT)
     assert not run.given_up and not capsys.readouterr().err
     run.stopped.add("rank")
     run.go_on(LIMITS["policy"] + BEAT)
+    assert ("policy", 0) in [given_up[:2] for given_up in run.given_up]
+
+
+def test_a_process_that_hangs_while_it_loads_a_model(run: Run, capsys: pytest.CaptureFixture) -> None:
+    """It answers, and uses as much of a core as Ray's threads do."""
+    run.watchdog._needs_progress = False
+    run.set("rank", is_busy=True)
+    for beat in range(int(LIMITS["policy"] / BEAT) + 1):
+        assert not run.given_up
+        run.set("rank", work=0.01 * BEAT * beat)
+        run.go_on(BEAT)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "rank 0 of policy (process 17 on node1) has work but made no progress for 600 s" in said
+    run.go_on(BEAT)
     assert run.given_up[0][:2] == ("policy", 0)
+
+
+def test_work_is_computing_and_reading_also_of_children(tmp_path: Any) -> None:
+    before = watchdog._work()
+    (tmp_path / "weights").write_bytes(bytes(2**26))
+    command = (
+        f"open({str(tmp_path / 'weights')!r}, 'rb').read(); import time; print(flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    of_child = watchdog._work() - before
+    child.kill()
+    child.wait()
+    assert 1 <= of_child < 10
+    assert watchdog._work() - before < of_child
 
 
 def test_a_process_that_never_starts(run: Run, capsys: pytest.CaptureFixture) -> None:
