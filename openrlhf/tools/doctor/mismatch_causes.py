@@ -404,7 +404,8 @@ def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[MismatchRow], Sequenc
         def chat(row: MismatchRow, first: list = first) -> list[int]:
             user = tokenizer.decode(plain(row))
             messages = [*first, {"role": "user", "content": user}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            options = {"tokenize": False, "strftime_now": e.run.start_day.strftime}
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
             return tokenizer(text, add_special_tokens=False)["input_ids"]
 
         yield f"in the chat template of the model{' with a system prompt' if system else ''}", chat

@@ -5,7 +5,7 @@ import math
 import platform
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,12 @@ class RunRecord(RunIndex):
     def journal(self) -> dict[int, Path]:
         """Step -> file of the rollouts that the step trained on."""
         return self.rollouts()
+
+    @cached_property
+    def start_day(self) -> date:
+        """The day on which the run started; today if its command line is not recorded."""
+        start = re.match(r"# (\d{4}-\d\d-\d\d) ", self.read("argv.txt"))
+        return date.fromisoformat(start[1]) if start else date.today()
 
     @cached_property
     def process(self) -> psutil.Process | None:

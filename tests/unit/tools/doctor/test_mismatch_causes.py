@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -424,3 +425,14 @@ def test_a_search_that_ends_early_leaves_the_routers_as_they_were(tmp_path: Path
         if "experts" in text:
             break
     assert [router.top_k for router in examined.policy.routers] == before
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_run(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}"
+    (tmp_path / "argv.txt").write_text("# 2025-03-09 23:10:00 UTC\nopenrlhf ppo\n")
+    run = RunRecord(tmp_path)
+    row: Any = SimpleNamespace(token_ids=np.array(tokenizer("12")["input_ids"]), prompt_length=2)
+    prompts = dict(mismatch_causes._prompts(SimpleNamespace(run=run, tokenizer=tokenizer)))
+    chat = prompts["in the chat template of the model"](row)
+    assert tokenizer.decode(chat) == tokenizer.decode(tokenizer("2025-03-0912")["input_ids"])
