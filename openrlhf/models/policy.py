@@ -71,7 +71,7 @@ class PolicyModel(RowModel):
         entropy = None if entropy is None else states.whole(entropy)
         if likely is None:
             return TokenScores(log_probs, entropy)
-        return TokenScores(log_probs[:, 0], entropy, log_probs[:, 1:])
+        return TokenScores(log_probs[:, 0].clone(), entropy, log_probs[:, 1:].clone())
 
 
 class LogProbHead(nn.Linear):

@@ -53,7 +53,8 @@ class ScoreModel(RowModel):
         """Returns the head's outputs (A,) float32 at `places` (A,), the index of one token for each
         action."""
         states = action_states(self.model, row, places)
-        return states.whole(getattr(self.model, self.head_name)(states.hidden)[:, 0])
+        outputs = getattr(self.model, self.head_name)(states.hidden)
+        return states.whole(outputs[:, 0].clone())  # FSDP warns of a module that returns a view
 
 
 class ValueModel(ScoreModel):
