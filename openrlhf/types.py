@@ -565,9 +565,9 @@ def _images(sequences: Sequence["Trajectory | Sample"]) -> tuple[tuple[Image, ..
 def _slices(sizes: np.ndarray, indices: Sequence[int]) -> list[slice]:
     """Returns the slices that the parts at `indices` occupy in an array of concatenated parts with these
     sizes."""
-    ends = sizes.cumsum()
-    starts = ends - sizes
-    return [slice(starts[i], ends[i]) for i in indices]
+    chosen = np.asarray(indices, dtype=np.int64)
+    ends = sizes.cumsum()[chosen]
+    return list(map(slice, (ends - sizes[chosen]).tolist(), ends.tolist()))
 
 
 def _gather(whole: np.ndarray | None, places: Sequence[slice]) -> np.ndarray | None:
