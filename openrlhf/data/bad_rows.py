@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from openrlhf.data.files import MAX_TEXT, REMEDY, BadRow, Row, kind
@@ -56,6 +56,15 @@ def at_row(rows: Rows, i: int, reason: BadRow) -> UsageError:
     name, number = rows.place(i)
     return UsageError(reason.code, f"{reason.text}\n{REMEDY}", value=name, row=number)
 
+
+def check_embedded(token_ids: Iterable[int], missing: Mapping[int, str]) -> None:
+    """Raises BadRow for a token without an embedding. `missing`: those of the model, see
+    `missing_embeddings`."""
+    if found := missing.keys() & set(token_ids) if missing else ():
+        raise BadRow(f"it has the token {missing[min(found)]!r}, without an embedding in the model: {RESIZE}")
+
+
+RESIZE = "resize the model's embedding (resize_token_embeddings in transformers), or leave the token out."
 
 NAMED = 3
 """Number of skipped rows that are logged one by one."""

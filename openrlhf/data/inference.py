@@ -4,14 +4,14 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns, plain_answer
-from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, read_value, refuse
+from openrlhf.data.bad_rows import BadRow, BadRowAction, check_embedded, read_each, read_value, refuse
 from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.files import Row
 from openrlhf.data.messages import join_text, read_text
@@ -68,11 +68,13 @@ def build_questions(
     max_len: int,
     bad_rows: BadRowAction = "error",
     tools_key: str | None = None,
+    missing: Mapping[int, str] = {},
 ) -> list[Question]:
     """Builds the questions with these numbers, which become their ids (see `iteration`).
 
     suffix: appended to each prompt before its template. A row is bad when its prompt is missing or null, when
-    the chat template refuses it, or when it has no token or more than max_len.
+    the chat template refuses it, when it has no token or more than max_len, or one without an embedding
+    (`missing`).
     """
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     chosen = rows.take([number % len(rows) for number in numbers])
@@ -89,11 +91,15 @@ def build_questions(
     encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
     questions = []
     for (i, (value, _)), token_ids in zip(prompts.items(), encoded, strict=True):
-        if 0 < len(token_ids) <= max_len:
+        try:
+            check_embedded(token_ids, missing)
+            if not 0 < len(token_ids) <= max_len:
+                text = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
+                raise BadRow(text, ErrorCode.TOO_LONG)
+        except BadRow as reason:
+            refuse(chosen, i, reason, bad_rows, skipped)
+        else:
             questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids))
-            continue
-        text = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
-        refuse(chosen, i, BadRow(text, ErrorCode.TOO_LONG), bad_rows, skipped)
     _check_left(len(questions), skipped.total(), chosen)
     return questions
 
@@ -109,35 +115,36 @@ def build_answers(
     max_len: int,
     bad_rows: BadRowAction = "error",
     tools_key: str | None = None,
+    missing: Mapping[int, str] = {},
 ) -> list[Answer]:
     """Builds every row as a reward model reads it: prompt and answer in their template, with an
     end-of-sequence token where the answer does not end with one. A text of more than max_len tokens is
-    truncated before that token, as in the training of reward models."""
+    truncated before that token, as in the training of reward models. `missing`: see `build_questions`."""
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     keys = {"prompt_key": input_key, "answer_keys": (output_key,), "tools_key": tools_key}
-    answers = AnswerColumns(template=template, scored=scored_answer, **keys)
+    columns = AnswerColumns(template=template, scored=scored_answer, **keys)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
         value, output = read_value(row, input_key, str, list), read_value(row, output_key, str, list)
         if apply_chat_template:
-            return value, output, answers(row)[0]
+            return value, output, columns(row)[0]
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
         return value, output, plain_answer(template(value), output)
 
     skipped: Counter[str] = Counter()
-    read_texts = dict(read_each(rows, read, bad_rows, skipped))
-    _check_left(len(read_texts), skipped.total(), rows)
+    read_texts, answers = dict(read_each(rows, read, bad_rows, skipped)), []
     encoded = Encoder(tokenizer)(text for _, _, text in read_texts.values())
-    return [
-        Answer(
-            prompt_id=i,
-            input=value,
-            output=output,
-            sample=score_last(with_end(token_ids, tokenizer), max_len),
-        )
-        for (i, (value, output, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True)
-    ]
+    for (i, (value, output, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True):
+        try:
+            check_embedded(token_ids, missing)
+        except BadRow as reason:
+            refuse(rows, i, reason, bad_rows, skipped)
+        else:
+            sample = score_last(with_end(token_ids, tokenizer), max_len)
+            answers.append(Answer(prompt_id=i, input=value, output=output, sample=sample))
+    _check_left(len(answers), skipped.total(), rows)
+    return answers
 
 
 def with_suffix(value: Input, suffix: str) -> Input:

@@ -3,7 +3,7 @@
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import tee
 from pathlib import PurePath
@@ -11,7 +11,7 @@ from typing import overload
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, read_value, refuse
+from openrlhf.data.bad_rows import BadRow, BadRowAction, check_embedded, read_each, read_value, refuse
 from openrlhf.data.encode import blocks, check_left
 from openrlhf.data.files import PACKED, Row, has_rows
 from openrlhf.data.image_rows import ImageColumn
@@ -38,6 +38,7 @@ def build_prompts(
     images: ImageColumn | None = None,
     tools_key: str | None = None,
     by_task: bool = False,
+    missing: Mapping[int, str] = {},
 ) -> PromptDataset:
     """Builds one prompt from each row; its id is `first_id` plus the number of the row, so ids do not depend
     on which other rows are skipped. Its source is the row's `datasource` column, else `source`; `by_task`: in
@@ -51,6 +52,7 @@ def build_prompts(
     tools_key: the column of the rows' tools, which the chat template lists.
     images: the column of the rows' images, if any; needs a chat template, which writes one placeholder for
     each. The length of a prompt counts all tokens of its images.
+    missing: tokens without an embedding, which make a row bad, see `missing_embeddings`.
     """
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
 
@@ -77,6 +79,7 @@ def build_prompts(
     encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
     for (i, prompt), token_ids in zip(prompts, encoded, strict=True):
         try:
+            check_embedded(token_ids, missing)
             length, seen = _with_images(images, rows, i, policy, token_ids)
         except BadRow as reason:
             refuse(rows, i, reason, policy, skipped)

@@ -41,8 +41,10 @@ from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.start import check_output, check_places, find_grace
 from openrlhf.config.checks import folder_problem
 from openrlhf.config.fields import with_values
+from openrlhf.config.ppo import ACTOR_FLAG
 from openrlhf.config.ppo_checks import SAME_ANSWER
 from openrlhf.config.sections import is_due
+from openrlhf.data.bad_rows import check_embedded
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.data.prompts import encode_prompts
 from openrlhf.errors import ErrorCode, UsageError, notify, notify_once
@@ -62,7 +64,7 @@ from openrlhf.loop.verb_arguments import (
     read_metrics,
     whole,
 )
-from openrlhf.models.loading import policy_tokenizer
+from openrlhf.models.loading import load_config, missing_embeddings, policy_tokenizer
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked
@@ -469,9 +471,10 @@ class Run:
             for p in list_of((Prompt, str), prompts, form)
         ]
         data, uncounted = self.config.data, [p.text for p in known if not (p.num_tokens or p.images)]
-        lengths = map(len, encode_prompts(uncounted, self.tokenizer, is_chat=data.apply_chat_template))
-        for text, length in zip(uncounted, lengths, strict=True):
-            if not (0 < length < data.max_len or self.config.agents):
+        encoded = encode_prompts(uncounted, self.tokenizer, is_chat=data.apply_chat_template)
+        for text, token_ids in zip(uncounted, encoded, strict=True):
+            check_embedded(token_ids, self._missing)
+            if not (0 < (length := len(token_ids)) < data.max_len or self.config.agents):
                 room = f"a prompt has {length} tokens, and may have 1 to {data.max_len - 1}"
                 raise UsageError(
                     ErrorCode.TOO_LONG, f"{room}: {text[:60]!r}", flag="--data.max_len", value=data.max_len
@@ -650,6 +653,12 @@ class Run:
         models = SavedRanks(self._roles.critic, self._roles.policy)
         phase = lambda name: nullcontext()
         return Saver(checkpoints=self._checkpoints, models=models, phase=phase, hooks=self._hooks)
+
+    @cached_property
+    def _missing(self) -> dict[int, str]:
+        return missing_embeddings(
+            self.tokenizer, load_config(self.config.actor.model_name_or_path, ACTOR_FLAG)
+        )
 
     @cached_property
     def _decode(self) -> Callable:

@@ -403,19 +403,24 @@ def check_model(path: str, flag: str) -> None:
         note_missing_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
 
 
-def note_missing_embeddings(
-    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, path: str, flag: str
-) -> None:
-    """Prints a note if the tokenizer has a token, other than the pad token, for which the model has no
-    embedding. Some models have such tokens and never use them."""
+def missing_embeddings(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> dict[int, str]:
+    """Returns the tokens, other than the pad token, for which the model has no embedding, by their ids. Some
+    models have such tokens and never use them."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     ids = {i: token for token, i in tokenizer.get_vocab().items() if i >= size} if size else {}
     ids.pop(tokenizer.pad_token_id, None)
-    if ids:
-        first = min(ids)
+    return ids
+
+
+def note_missing_embeddings(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, path: str, flag: str
+) -> None:
+    """Prints a note on tokens without an embedding."""
+    if ids := missing_embeddings(tokenizer, config):
+        first, size = min(ids), config.get_text_config().vocab_size
         notify(
             f"note: {flag} {path}: its tokenizer has {len(tokenizer)} tokens, and the model embeds {size}: a "
-            f"text with {ids[first]!r} (token {first}) ends the run"
+            f"text with {ids[first]!r} (token {first}) is refused"
         )
 
 

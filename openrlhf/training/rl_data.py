@@ -32,6 +32,7 @@ from openrlhf.models.loading import (
     load_config,
     load_tokenizer,
     log_stops,
+    missing_embeddings,
     policy_tokenizer,
     reads_tokens_like,
 )
@@ -229,6 +230,7 @@ def _prompts(
         images=images,
         tools_key=data.tools_key,
         by_task=bool(config.tasks),
+        missing=missing_embeddings(tokenizer, load_config(config.actor.model_name_or_path, ACTOR_FLAG)),
     )
     log_skipped(prompts, flag)
     return prompts

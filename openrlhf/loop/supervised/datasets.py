@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, get_type_hints
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import plugins
@@ -11,6 +12,7 @@ from openrlhf.backends.base import Row
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.fields import format_flag
 from openrlhf.config.supervised import MODEL_FLAG
+from openrlhf.data.bad_rows import RESIZE
 from openrlhf.data.batches import Dataset, MiniBatches
 from openrlhf.data.cache import cached, tokenizer_digest
 from openrlhf.data.encode import log_skipped
@@ -19,7 +21,7 @@ from openrlhf.data.sources import Rows, load_rows, rows_digest
 from openrlhf.data.store import Samples
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.supervised.task import Task
-from openrlhf.models.loading import find_max_length, load_config
+from openrlhf.models.loading import find_max_length, load_config, missing_embeddings
 from openrlhf.user_file import split
 
 
@@ -62,14 +64,29 @@ def build_dataset(
     probs: str | None = None,
     max_samples: int | None = None,
 ) -> Samples:
-    """Builds a dataset, or reads it from the data cache. Raises UsageError for sequences that are longer than
-    a model's maximum length."""
+    """Builds a dataset, or reads it from the data cache. Raises UsageError for sequences that a model cannot
+    read: longer than its maximum length, or with a token without an embedding."""
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
 
     dataset = tokenise(task, tokenizer, spec, flag, mix)
     log_skipped(dataset, flag, min(find_max_lengths(task).values(), default=None))
     check_lengths(task, dataset.sequence_lengths, flag)
+    check_embeddings(task, tokenizer, dataset.arrays()["token_ids"], flag)
     return dataset
+
+
+def check_embeddings(
+    task: Task, tokenizer: PreTrainedTokenizerBase, token_ids: np.ndarray, flag: str
+) -> None:
+    """Raises UsageError if a model has no embedding for one of the tokens."""
+    for model_flag, path in task.models().items():
+        missing = missing_embeddings(tokenizer, load_config(path, model_flag))
+        if missing and (found := np.isin(token_ids, [*missing])).any():
+            token = missing[int(token_ids[found.argmax()])]
+            text = (
+                f"{found.sum()} tokens have no embedding in {path} ({model_flag}), first {token!r}: {RESIZE}"
+            )
+            raise UsageError(ErrorCode.INVALID_ROW, text, flag=flag)
 
 
 def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:

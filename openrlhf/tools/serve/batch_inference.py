@@ -42,6 +42,7 @@ from openrlhf.api import (
     load_run_tokenizer,
     load_scorer,
     log_stops,
+    missing_embeddings,
     resolve_row_layout,
     score_statistics,
     seed_everything,
@@ -174,6 +175,7 @@ def build_work(
         "input_template": data.input_template,
         "tools_key": data.tools_key,
         "bad_rows": data.bad_rows,
+        "missing": missing_embeddings(tokenizer, load_config(config.model.model_name_or_path, MODEL_FLAG)),
     }
     if config.task == "rm":
         answers = build_answers(

@@ -75,6 +75,18 @@ def test_prompts_that_are_too_long_are_bad_rows():
         questions(some, max_len=0, bad_rows="skip")
 
 
+def test_a_token_without_an_embedding_makes_a_bad_row():
+    (last,) = ids("c")
+    some = rows("a b", "a b c d", "b")
+    with refused(ErrorCode.INVALID_ROW, value="train.jsonl", row=2) as told:
+        questions(some, missing={last: "c"})
+    assert "the token 'c'" in told.value.text
+    assert [q.prompt_id for q in questions(some, missing={last: "c"}, bad_rows="skip")] == [0, 2]
+    pairs = ("a", "b"), ("b", "c"), ("c", "b"), ("b", "a")
+    kept = answers(*pairs, missing={last: "c"}, bad_rows="skip")
+    assert [(answer.prompt_id, answer.output) for answer in kept] == [(0, "b"), (3, "a")]
+
+
 def answers(*pairs, **changes):
     some = Rows.of([{"input": i, "output": o} for i, o in pairs])
     return build_answers(some, TOKENIZER, **(PLAIN | {"output_key": "output", "max_len": 100} | changes))

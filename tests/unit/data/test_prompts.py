@@ -23,7 +23,7 @@ from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import policy_tokenizer
-from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_model, tiny_tokenizer
 from openrlhf.training.rl_data import (
     build_data,
     build_prompt_datasets,
@@ -50,6 +50,15 @@ def tokenizer():
 
 def build(rows, tokenizer, **changes):
     return build_prompts(Rows.of(rows, "rows.json"), tokenizer, **(OPTIONS | changes))
+
+
+def test_a_prompt_with_a_token_without_an_embedding_is_a_bad_row(tokenizer):
+    (number,) = tokenizer("7", add_special_tokens=False)["input_ids"]
+    rows = [{"input": f"{n} limes"} for n in (5, 7, 8)]
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2):
+        build(rows, tokenizer, missing={number: "7"})
+    kept = build(rows, tokenizer, missing={number: "7"}, bad_rows="skip")
+    assert [prompt.prompt_id for prompt in kept] == [0, 2]
 
 
 def test_a_text_is_one_user_message(tokenizer):
@@ -257,6 +266,7 @@ def test_what_evaluation_sets_are_called(items, names):
 def model_folder(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("model")
     tokenizer.save_pretrained(folder)
+    tiny_model(tokenizer).config.save_pretrained(folder)
     return folder
 
 
@@ -495,6 +505,7 @@ def test_a_policy_that_no_token_ends_is_told_before_it_runs(tmp_path, change, to
     tokenizer = tiny_tokenizer()
     change(tokenizer)
     tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model(tokenizer).config.save_pretrained(tmp_path / "model")
     rows = write(tmp_path / "rows.jsonl", [{"input": "hi"}])
     data = PromptDataConfig(prompt_dataset=rows, max_len=64, apply_chat_template=True)
     config = PPOConfig(actor=ActorConfig(model_name_or_path=str(tmp_path / "model")), data=data)

@@ -101,6 +101,28 @@ def nll_of(model: Path, rows: Path) -> float:
     return -float(torch.cat(found).mean())
 
 
+@pytest.fixture
+def with_new_token(model: Path, tmp_path: Path) -> Path:
+    """Returns the model with a tokenizer that has one more token."""
+    folder = Path(shutil.copytree(model, tmp_path / "with_new_token"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<new>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_token_without_an_embedding_is_refused_where_a_row_has_it(
+    name: str, with_new_token: Path, rows: Path
+) -> None:
+    run(name, with_new_token, rows, "--train.max_steps", "1")
+    rows.write_text(rows.read_text().replace("3 + 1 =", "3 <new> 1 ="))
+    shutil.rmtree(rows.parent / "out")
+    with refused(ErrorCode.INVALID_ROW, flag="--data.dataset") as told:
+        run(name, with_new_token, rows, "--train.max_steps", "1", "--ckpt.path", f"{rows.parent}/other")
+    assert told.value.text.startswith(f"{2 if name == 'dpo' else 1} tokens have no embedding in")
+
+
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.few(4)
 def test_a_command_trains_evaluates_and_saves(
