@@ -89,7 +89,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.speculation import parse_speculation
     from openrlhf.config.supervised import MODEL_FLAG, RMConfig, SupervisedConfig
     from openrlhf.config.supervised_commands import DPO, KD, KTO, PRM, RM, SFT
-    from openrlhf.data.bad_rows import read_each
+    from openrlhf.data.bad_rows import BadRow, check_embedded, read_each
     from openrlhf.data.batches import MiniBatches
     from openrlhf.data.encode import Encoder, Text
     from openrlhf.data.images import ImageSources, kept_download, load_image

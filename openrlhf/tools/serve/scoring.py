@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.api import Encoder, PackedRow, Sample, ScoreModel, Text, pack_to_budget, score_last, with_end
+from openrlhf.api import (
+    BadRow,
+    Encoder,
+    PackedRow,
+    Sample,
+    ScoreModel,
+    Text,
+    check_embedded,
+    missing_embeddings,
+    pack_to_budget,
+    score_last,
+    with_end,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +64,24 @@ class TextScorer:
         self.max_len, self.max_tokens, self.batch_size = max_len, max_tokens, batch_size
         self.mean, self.std = mean, std
         self.device = next(model.parameters()).device
+        self.missing = missing_embeddings(tokenizer, model.model.config)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Text]) -> list[Result]:
-        """Returns one result per text. If the model fails on a packed row, all its texts get the
-        exception."""
+        """Returns one result per text. If the model fails on a packed row, all its texts get the exception;
+        a text with a token without an embedding is left out of the rows."""
         token_ids = [with_end(ids, self.tokenizer) for ids, _ in self.encode(texts)]
         samples = [score_last(ids, self.max_len) for ids in token_ids]
         results: list[Result] = [RuntimeError("not scored")] * len(texts)
-        for indices in self._rows([sample.length for sample in samples]):
+        readable = []
+        for i, ids in enumerate(token_ids):
+            try:
+                check_embedded(ids, self.missing)
+                readable.append(i)
+            except BadRow as reason:
+                results[i] = reason
+        for places in self._rows([samples[i].length for i in readable]):
+            indices = [readable[place] for place in places]
             for i, score in zip(indices, self._score([samples[i] for i in indices]), strict=True):
                 is_cut = len(token_ids[i]) > self.max_len
                 results[i] = score if isinstance(score, Exception) else Scored(score=score, is_cut=is_cut)

@@ -26,7 +26,7 @@ from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.data.encode import Text
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.serve import serve_rm, server
@@ -216,6 +216,17 @@ def test_a_row_that_fails_fails_alone(model: ScoreModel, caplog: pytest.LogCaptu
     results = scorer(TEXTS)
     assert [isinstance(result, RuntimeError) for result in results] == [True, *[False] * 4, True, False]
     assert caplog.text.count("RuntimeError: out of memory") == 2
+
+
+def test_a_text_with_a_token_without_an_embedding_fails_alone(model: ScoreModel) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"], special_tokens=True)
+    watched = Watched(model)
+    first, new, last = TextScorer(watched, tokenizer, max_len=64, max_tokens=1000)(
+        [Text(text="11"), Text(text="1<new>"), Text(text="111")]
+    )
+    assert isinstance(first, Scored) and isinstance(last, Scored) and sum(map(len, watched.rows)) == 2
+    assert isinstance(new, UsageError) and "'<new>'" in str(new)
 
 
 class Slow:
