@@ -153,7 +153,7 @@ def local_models(config: Any, *keys: str) -> Iterator[Problem]:
     for key in keys:
         for name in (values[key] or "").split(","):
             if looks_local(name) and not os.path.isdir(name):
-                remedy = "" if name.startswith("~") else "; give the folder of a model, or a name on the hub"
+                remedy = "" if unexpanded(name) else "; give the folder of a model, or a name on the hub"
                 text = f"{missing(name, values[key])}{remedy}"
                 yield Problem(key, text, ErrorCode.NOT_FOUND)
 
@@ -221,19 +221,23 @@ def looks_local(name: str) -> bool:
     return local and "://" not in name and not is_gym(name)
 
 
-NO_HOME = "only a shell expands ~; write the whole path"
+def unexpanded(path: str) -> str:
+    """Describes a home folder or a variable in a path, which flags and YAML do not expand; "" if it has
+    none."""
+    part = re.search(r"^~\w*|\$\w+|\$\{[^}]*\}", path)
+    return f"only a shell expands {part[0]}; write the whole path" if part else ""
 
 
 def folder_problem(folder: str) -> str:
     """Returns the reason why no folder to write to can have this name; "" if one can."""
-    return "is a file; name a folder" if os.path.isfile(folder) else NO_HOME * folder.startswith("~")
+    return "is a file; name a folder" if os.path.isfile(folder) else unexpanded(folder)
 
 
 def missing(path: str, said: str) -> str:
     """Describes a missing path. `said`: the flag's whole value, which the error shows too."""
     name = "" if path == said else f"{path} "
-    if path.startswith("~"):
-        return NO_HOME
+    if problem := unexpanded(path):
+        return problem
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         return f"{name}does not exist, nor does the folder {parent}"

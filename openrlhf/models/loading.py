@@ -329,17 +329,23 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(ids - {None})
 
 
+def template_end(config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the tokens with which the chat template ends an answer; none if it is not used."""
+    is_chat = getattr(config.data, "apply_chat_template", False) and tokenizer.chat_template
+    return tokenize_text(ending(tokenizer)[0], tokenizer) if is_chat else []
+
+
 def check_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool = False) -> None:
     """Raises UsageError if no token ends a response of the run's model, or if the chat template ends an
-    answer with another. `learns`: True if the model learns ends: the tokenizer's, or the template's."""
+    answer with another. `learns`: True if the model learns ends: the tokenizer's, or the template's, which
+    then is an end token of the exported model."""
     section = "actor" if hasattr(config, "actor") else "model"
     flag, path = f"--{section}.model_name_or_path", getattr(config, section).model_name_or_path
-    ids, is_chat = stop_token_ids(path, tokenizer), getattr(config.data, "apply_chat_template", False)
-    end = tokenize_text(ending(tokenizer)[0], tokenizer) if is_chat and tokenizer.chat_template else []
+    ids, end = stop_token_ids(path, tokenizer), template_end(config, tokenizer)
     if not ids or (learns and tokenizer.eos_token_id is None and not end):
         text = "no token ends a response. Set eos_token in the tokenizer_config.json of the model."
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
-    if end and not set(end) & set(ids):
+    if end and not learns and not set(end) & set(ids):
         text = (
             f"the chat template ends an answer with {decode(tokenizer, end)!r}, which has no stop token: "
             "answers would never end.\nAdd the token to eos_token_id in generation_config.json."
@@ -353,6 +359,21 @@ def log_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool =
         check_stops(config, tokenizer, learns=learns)
     except UsageError as problem:
         notify(f"warning: {problem}")
+    if learns and (
+        learned := set(trained_ends(config, tokenizer))
+        - set(stop_token_ids(config.model.model_name_or_path, tokenizer))
+    ):
+        notify(
+            f"note: answers end with {decode(tokenizer, [*learned])!r}, which becomes an end token in the "
+            "generation_config.json of the trained model"
+        )
+
+
+def trained_ends(config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the end tokens of a model that was trained on answers with their ends: those that it had, and
+    the first token of the template's end."""
+    ids, end = stop_token_ids(config.model.model_name_or_path, tokenizer), template_end(config, tokenizer)
+    return ids if set(end) & set(ids) else [*ids, *end[:1]]
 
 
 def model_digest(path: str, flag: str) -> str:

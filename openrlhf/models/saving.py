@@ -1,7 +1,7 @@
 """Saves models, and finds out before a run whether what it trains could be saved."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from openrlhf.errors import ErrorCode, UsageError, first_line
+from openrlhf.files import read_object, write_atomically
 from openrlhf.models.loading import GENERATION, load_config
 
 
@@ -25,6 +26,21 @@ def save_model(model: PreTrainedModel, folder: str | Path, state: Mapping[str, T
         own.to_json_file(Path(folder, GENERATION), use_diff=True, keys_to_pop=["compile_config"])
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.save_pretrained(folder)
+
+
+def save_ends(folder: str | Path, ids: Iterable[int]) -> None:
+    """Adds end tokens to the generation_config.json of an exported model: `generate` of transformers ends an
+    answer at those alone. Adapters and reward models have no such file."""
+    file = Path(folder, GENERATION)
+    if not file.exists():
+        return
+    own = read_object(file)
+    known = own.get("eos_token_id")
+    listed = [known] if isinstance(known, int) else known or []
+    if added := [number for number in ids if number not in listed]:
+        ends = [*listed, *added]
+        own["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        write_atomically(file, [json.dumps(own, indent=2) + "\n"], shared=True)
 
 
 def check_saving(path: str, flag: str, reader: Any) -> None:

@@ -35,10 +35,13 @@ from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.experts import freeze_routers
 from openrlhf.models.loading import (
     policy_processor,
+    policy_tokenizer,
+    stop_token_ids,
 )
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import Replay
+from openrlhf.models.saving import save_ends
 from openrlhf.models.scorer import ValueModel
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.base import Hook, announce
@@ -149,6 +152,8 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             self.model.export(str(made))
             if self.rank == 0:
                 policy_processor(self.config).save_pretrained(made)
+                _, path = self.config.trained_models["policy"]
+                save_ends(made, stop_token_ids(path, policy_tokenizer(self.config)))
 
     def _engine(
         self,

@@ -290,6 +290,7 @@ def test_an_engine_gets_every_weight(pretrained: Callable, rows: Path, tmp_path:
     argv = shlex.split(
         f"--actor.model_name_or_path {base} --data.prompt_dataset {rows} --data.label_key label "
         f"--eval.dataset {rows} --eval.max_samples 2 --eval.steps 1 --eval.n_samples_per_prompt 1 "
+        "--eval.temperature 1 --actor.entropy_coef 0.1 "  # changes weights where all rewards are equal
         f"--reward.remote_url {REWARD} --data.max_len 48 --rollout.max_new_tokens 12 "
         "--rollout.batch_size 2 --rollout.n_samples_per_prompt 2 --train.batch_size 4 --train.max_steps 1 "
         "--train.micro_batch_size 1 --algo.advantage.estimator group_norm --algo.kl.init_coef 0 "

@@ -46,8 +46,9 @@ from openrlhf.loop.supervised.task import Task
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.experts import freeze_routers
-from openrlhf.models.loading import log_stops
+from openrlhf.models.loading import log_stops, trained_ends
 from openrlhf.models.lora import prepare_for_training
+from openrlhf.models.saving import save_ends
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.observer import Observer
@@ -254,6 +255,8 @@ class SupervisedRun(Generic[ConfigT]):
             self.engine.export(str(made))
             if self.mesh.is_first:
                 reader_of(self.config, self.tokenizer).save_pretrained(made)
+                if self.task.learns_ends:
+                    save_ends(made, trained_ends(self.config, self.tokenizer))
 
     def _observer(self, resume_step: int | None) -> Observer:
         return Observer.opened(

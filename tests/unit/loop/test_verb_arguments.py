@@ -475,7 +475,9 @@ def test_no_folder_is_called_like_the_home_of_a_shell(start, tmp_path, monkeypat
     run = start()
     (tmp_path / "file").touch()
     for folder, told in {
-        "~/out": "only a shell expands ~",
+        "~/out": "only a shell expands ~;",
+        "${HOME}/out": r"only a shell expands \$\{HOME\};",
+        "runs/$USER": r"only a shell expands \$USER;",
         tmp_path / "file": "is a file; name a folder",
     }.items():
         with pytest.raises(rl.UsageError, match=told):

@@ -101,6 +101,29 @@ def nll_of(model: Path, rows: Path) -> float:
     return -float(torch.cat(found).mean())
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_trained_model_lists_the_end_that_it_has_learned(
+    chat: bool, model: Path, rows: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The model's generation config lists the pad token alone, and the tokenizer ends texts with another than
+    the template."""
+    folder = Path(shutil.copytree(model, rows.parent / "base"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end, tokenizer.eos_token = tokenizer.eos_token_id, "<think>"
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", repr(tokenizer.decode([end])))
+    tokenizer.save_pretrained(folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.pad_token_id}))
+    run("sft", folder, rows, "--train.max_steps", "1", *["--data.apply_chat_template"] * chat)
+    written = json.loads((rows.parent / "out" / "generation_config.json").read_text())
+    ends = [tokenizer.pad_token_id, tokenizer.eos_token_id, *[end] * chat]
+    assert written["eos_token_id"] == ends
+    told = (
+        "becomes an end token in the generation_config.json of the trained model" in capsys.readouterr().err
+    )
+    assert told == chat
+
+
 @pytest.fixture
 def with_new_token(model: Path, tmp_path: Path) -> Path:
     """Returns the model with a tokenizer that has one more token."""
