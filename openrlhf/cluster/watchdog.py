@@ -5,7 +5,7 @@ the driver requests them (`start_heartbeat`). Calls to an actor would not do, be
 hours. A thread of the driver reads the counters (`Watchdog`): it reports a process that does not answer, or
 that has work but makes no progress, and gives it up after its limit. An engine is then replaced, a rank ends
 the run. A process that makes progress is never given up, however long its work takes. While models load, no
-counter grows: any process that computes or reads is then progress of all, which wait for each other.
+counter grows: any process that computes, reads or writes is then progress of all, which wait for each other.
 
 The same thread requests the end of the run, as SIGTERM does, when Ray drains a node of the run, as it does
 before a spot machine is taken away.
@@ -109,13 +109,14 @@ def _beat(
 
 
 def _work() -> float:
-    """Returns CPU seconds of this process and its children, plus a second for each 64 MiB that they read."""
+    """Returns CPU seconds of this process and its children, plus a second for each 64 MiB that they read,
+    also by mapping a file, or write, as a download does."""
     total, own = 0.0, psutil.Process()
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error, AttributeError):  # it has just ended; no system but Linux counts bytes
             total += sum(process.cpu_times()[:2])
             count = process.io_counters()
-            total += max(count.read_bytes, count.read_chars) / 2**26
+            total += (count.read_bytes + count.read_chars + count.write_chars) / 2**26
     return total
 
 

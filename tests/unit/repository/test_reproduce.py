@@ -2,6 +2,9 @@
 
 # ruff: noqa: E402  the benchmarks are no package
 
+import json
+import random
+import re
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -20,7 +23,7 @@ from reproducible.methods import METHODS
 from reproducible.outcome import Goal, Outcome, Score, agrees, find_goal, read, write
 from reproducible.page import filled, sections
 from reproducible.rows import ROWS
-from reproducible.tasks import HELD_OUT, TASKS
+from reproducible.tasks import HELD_OUT, TASKS, demonstrated_sum, worked
 
 OUTCOME = Outcome(
     before=Score(64, 256),
@@ -129,6 +132,34 @@ def test_the_command_of_a_row_is_understood(name: str, monkeypatch: pytest.Monke
 
 def test_every_method_is_tried_on_the_words() -> None:
     assert {row.method_name for row in ROWS.values() if row.task_name == "words"} == set(METHODS)
+
+
+def test_the_page_of_papers_names_each_row_once() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "papers.md").read_text()
+    named = re.findall(r"`((?:tiny|smollm2)-\w+-\w+)`", page)
+    assert sorted(named) == sorted(ROWS)
+
+
+def test_a_sum_is_worked_out_term_by_term() -> None:
+    question = "State the final answer to the following arithmetic problem: 3 - 4 + 2 - 9 ="
+    assert worked(question) == (["3-4=-1", "-1+2=1", "1-9=-8"], "-8")
+    row = {"input": question, "label": "-8"}
+    answers = {demonstrated_sum(row, random.Random(i))["output"] for i in range(20)}
+    assert answers == {"<think></think>\\boxed{-8}", "<think>3-4=-1; -1+2=1; 1-9=-8</think>\\boxed{-8}"}
+    judged = TASKS["sums"].reward([*answers, "\\boxed{8}"], [""] * 3, ["-8"] * 3)
+    assert judged["rewards"] == [1, 1, 0]
+
+
+def test_demonstrations_are_of_problems_that_are_not_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "DEMONSTRATIONS", 300)
+    TASKS["sums"].write_demonstrations(tmp_path / "rows.jsonl", seed=3)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    held_out = {row["input"] for row in TASKS["sums"].split(seed=3)[1]}
+    assert len(rows) == 300 and not held_out & {row["input"] for row in rows}
+    shown = sum("<think></think>" not in row["output"] for row in rows)
+    assert 0.3 < shown / 300 < 0.5  # of 300 with a chance of 0.4: 3.5 standard deviations
 
 
 @pytest.mark.parametrize("name", TASKS)
