@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.files import read_object, write_atomically
-from openrlhf.models.loading import GENERATION, load_config
+from openrlhf.models.loading import GENERATION, load_config, model_folder
 
 
 def save_model(model: PreTrainedModel, folder: str | Path, state: Mapping[str, Tensor]) -> None:
@@ -28,19 +28,21 @@ def save_model(model: PreTrainedModel, folder: str | Path, state: Mapping[str, T
     model.config.save_pretrained(folder)
 
 
-def save_ends(folder: str | Path, ids: Iterable[int]) -> None:
+def save_ends(folder: str | Path, base: str, ids: Iterable[int]) -> None:
     """Adds end tokens to the generation_config.json of an exported model: `generate` of transformers ends an
-    answer at those alone. Adapters and reward models have no such file."""
-    file = Path(folder, GENERATION)
-    if not file.exists():
+    answer at those alone. An adapter gets a copy of that of its `base`, for the model that it is merged into.
+    Reward models and critics have none."""
+    own, of_base = Path(folder, GENERATION), Path(model_folder(base), GENERATION)
+    source = of_base if Path(folder, "adapter_config.json").exists() else own
+    if not source.exists():
         return
-    own = read_object(file)
-    known = own.get("eos_token_id")
+    values = read_object(source)
+    known = values.get("eos_token_id")
     listed = [known] if isinstance(known, int) else known or []
     if added := [number for number in ids if number not in listed]:
         ends = [*listed, *added]
-        own["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-        write_atomically(file, [json.dumps(own, indent=2) + "\n"], shared=True)
+        values["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        write_atomically(own, [json.dumps(values, indent=2) + "\n"], shared=True)
 
 
 def check_saving(path: str, flag: str, reader: Any) -> None:

@@ -153,7 +153,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             if self.rank == 0:
                 policy_processor(self.config).save_pretrained(made)
                 _, path = self.config.trained_models["policy"]
-                save_ends(made, stop_token_ids(path, policy_tokenizer(self.config)))
+                save_ends(made, path, stop_token_ids(path, policy_tokenizer(self.config)))
 
     def _engine(
         self,

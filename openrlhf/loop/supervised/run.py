@@ -256,7 +256,8 @@ class SupervisedRun(Generic[ConfigT]):
             if self.mesh.is_first:
                 reader_of(self.config, self.tokenizer).save_pretrained(made)
                 if self.task.learns_ends:
-                    save_ends(made, trained_ends(self.config, self.tokenizer))
+                    ends = trained_ends(self.config, self.tokenizer)
+                    save_ends(made, self.config.model.model_name_or_path, ends)
 
     def _observer(self, resume_step: int | None) -> Observer:
         return Observer.opened(

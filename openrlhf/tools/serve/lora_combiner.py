@@ -1,5 +1,6 @@
 """Merges a LoRA adapter into its base model: `openrlhf lora_combiner`."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.utils import cached_file
 from openrlhf.api import (
     CLASSIFIER_HEAD,
     DTYPES,
+    GENERATION,
     OF_FILES,
     ErrorCode,
     LoraCombinerConfig,
@@ -49,6 +51,8 @@ def run(config: LoraCombinerConfig) -> None:
     with exporting(config.output_path) as made:
         save_model(model, made, model.state_dict())
         tokenizer.save_pretrained(made)
+        if (ends := Path(config.lora_path, GENERATION)).exists():  # the adapter has learned others
+            shutil.copyfile(ends, Path(made, GENERATION))
     print(f"merged model saved to {config.output_path}", flush=True)
 
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
 from openrlhf.config.checks import LAUNCHER
+from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse
 from openrlhf.config.supervised_commands import SFT
 from openrlhf.errors import ErrorCode
@@ -28,6 +29,7 @@ from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.text import Calendar
 from openrlhf.tools.reference.outputs import plain_log_probs
+from openrlhf.tools.serve.lora_combiner import run as merge
 
 TASKS = {
     "sft": (train_sft, "--data.output_key output"),
@@ -101,12 +103,12 @@ def nll_of(model: Path, rows: Path) -> float:
     return -float(torch.cat(found).mean())
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(("chat", "more"), [(False, ()), (True, ()), (True, ("--ds.lora.rank", "2"))])
 def test_a_trained_model_lists_the_end_that_it_has_learned(
-    chat: bool, model: Path, rows: Path, capsys: pytest.CaptureFixture
+    chat: bool, more: tuple[str, ...], model: Path, rows: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """The model's generation config lists the pad token alone, and the tokenizer ends texts with another than
-    the template."""
+    the template. An adapter is merged."""
     folder = Path(shutil.copytree(model, rows.parent / "base"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     end, tokenizer.eos_token = tokenizer.eos_token_id, "<think>"
@@ -114,8 +116,13 @@ def test_a_trained_model_lists_the_end_that_it_has_learned(
     tokenizer.save_pretrained(folder)
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.pad_token_id}))
-    run("sft", folder, rows, "--train.max_steps", "1", *["--data.apply_chat_template"] * chat)
-    written = json.loads((rows.parent / "out" / "generation_config.json").read_text())
+    run("sft", folder, rows, "--train.max_steps", "1", *["--data.apply_chat_template"] * chat, *more)
+    made = rows.parent / "out"
+    if more:
+        names = {"model_path": str(folder), "lora_path": str(made), "output_path": f"{made}_merged"}
+        merge(LoraCombinerConfig(**names))
+        made = Path(names["output_path"])
+    written = json.loads((made / "generation_config.json").read_text())
     ends = [tokenizer.pad_token_id, tokenizer.eos_token_id, *[end] * chat]
     assert written["eos_token_id"] == ends
     told = (
