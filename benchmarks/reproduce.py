@@ -105,11 +105,11 @@ def inside(row: Row, seed: int, folder: Path, smollm2: str, log: Path, result: P
     from reproducible.loops import run
     from reproducible.start import prepare
 
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     model, task = prepare(row, seed, folder, smollm2)
-    result.write_text(json.dumps(asdict(run(row, seed, model, task))))
+    result.write_text(json.dumps(asdict(run(row, seed, model, task))), encoding="utf-8")
 
 
 def difference(row: Row, options: argparse.Namespace) -> str:

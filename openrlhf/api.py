@@ -216,7 +216,11 @@ if TYPE_CHECKING:  # for tools
 
 def _places() -> list[dict[str, tuple[str, str]]]:
     """Reads the two groups above: public name -> (module, name in it)."""
-    groups = [node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If)]
+    groups = [
+        node
+        for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.If)
+    ]
     imports = [[line for line in group.body if isinstance(line, ast.ImportFrom)] for group in groups]
     return [
         {name.asname or name.name: (str(line.module), name.name) for line in group for name in line.names}

@@ -3,6 +3,7 @@
 `OPENRLHF_DEBUG=1` shows the whole traceback.
 """
 
+import io
 import logging
 import os
 import re
@@ -255,9 +256,16 @@ def short_errors() -> Iterator[None]:
         sys.exit(getattr(stop, "code", 128 + signal.SIGINT))
 
 
+def print_all_characters() -> None:
+    """Makes stdout escape characters that its encoding lacks. Else a sample's text could end a run."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @contextmanager
 def while_read() -> Iterator[None]:
     """Ends the process as SIGPIPE does once the reader of its output is gone (`| head`)."""
+    print_all_characters()
     try:
         try:
             yield

@@ -48,7 +48,7 @@ def config_json(name: str) -> dict[str, Any]:
     try:
         if not folder.exists():
             file = Path(str(huggingface_hub.try_to_load_from_cache(name, "config.json")))
-        return dict(json.loads(file.read_text()))
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError):
         return {}
 

@@ -69,7 +69,7 @@ class AgentExecutor(OpenAIAgentExecutor):
                 with suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)
             answer = Path(folder, "answer.txt")
-            right = answer.is_file() and answer.read_text().strip() == str(label)
+            right = answer.is_file() and answer.read_text(encoding="utf-8").strip() == str(label)
         return {
             "reward": float(right),
             "extra_logs": {"turns": session.num_turns, "failed": float(status != 0)},

@@ -22,7 +22,7 @@ class AgentExecutor(NeMoGymExecutor):
 
 def read(dataset):
     """Converts DATASET, a JSON lines file of NeMo Gym's tasks, to prompts."""
-    with open(dataset) as lines:
+    with open(dataset, encoding="utf-8") as lines:
         yield from rows(lines)
 
 

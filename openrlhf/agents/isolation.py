@@ -80,7 +80,7 @@ def _separate() -> int:
     """Creates namespaces for the child processes and returns the user id under which the code runs: an
     otherwise unused id if started by the machine's root, else NOBODY in a new user namespace."""
     _write("/proc/self/oom_score_adj", "1000")  # the OOM killer ends the code first
-    with open("/proc/self/uid_map") as file:
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
         is_root = os.geteuid() == 0 and file.read().split() == ["0", "0", "4294967295"]
     if is_root:
         _call("unshare", NAMESPACES)

@@ -142,7 +142,7 @@ class ServerOutput:
         """Creates the files. On exit, writes the stderr that no error has quoted to this process's stderr."""
         with (
             TemporaryDirectory(prefix="mcp-") as folder,
-            open(f"{folder}/stderr", "w+", errors="replace") as errors,
+            open(f"{folder}/stderr", "w+", encoding="utf-8", errors="replace") as errors,
         ):
             output = cls(Path(folder) / "exit_code", errors)
             try:
@@ -160,7 +160,7 @@ class ServerOutput:
     def details(self) -> str:
         """Returns the end of an error message: the exit code and the last line of stderr, followed by the
         last LAST_CHARACTERS of stderr; "" if there are neither."""
-        code = f", exit code {self.code.read_text().strip()}" if self.code.exists() else ""
+        code = f", exit code {self.code.read_text(encoding='utf-8').strip()}" if self.code.exists() else ""
         text = self.take_stderr().strip()
         if not text:
             return code

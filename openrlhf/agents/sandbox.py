@@ -166,7 +166,7 @@ REMEDY = (
 def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
     began = time.monotonic()
     reader, report = os.pipe()
-    with open(reader) as reports, tempfile.TemporaryFile("w+") as stdin:
+    with open(reader, encoding="utf-8") as reports, tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:
         json.dump(task, stdin)
         stdin.seek(0)
         command = [task["python"], "-I", "-S", "-B", isolation.__file__, str(report)]

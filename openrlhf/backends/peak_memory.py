@@ -39,7 +39,7 @@ def restart() -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         with suppress(PermissionError):
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak() -> int:
@@ -49,7 +49,7 @@ def peak() -> int:
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
         return others + torch.cuda.max_memory_reserved()
-    status = Path("/proc/self/status").read_text().splitlines()
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
 
 

@@ -54,7 +54,9 @@ class Record(NamedTuple):
     def write(self, file: Path) -> None:
         about = {"written": self.written, "manifest_format": manifest.FORMAT}
         about |= {"fork": self.fork} if self.fork else {}
-        file.write_text(json.dumps({**about, "origin": self.fingerprint.as_dict()}, indent=1))
+        file.write_text(
+            json.dumps({**about, "origin": self.fingerprint.as_dict()}, indent=1), encoding="utf-8"
+        )
 
 
 class Saved(NamedTuple):

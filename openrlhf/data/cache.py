@@ -159,7 +159,9 @@ def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> object:
 def _versions() -> Mapping[str, str]:
     """Returns digests and versions of the code that turns rows into tokens."""
     here = Path(__file__).parent
-    code = [path.read_text() for path in [*sorted(here.glob("*.py")), here.parent / "types.py"]]
+    code = [
+        path.read_text(encoding="utf-8") for path in [*sorted(here.glob("*.py")), here.parent / "types.py"]
+    ]
     return {
         "code": digest(code),
         "tokenizers": version("tokenizers"),
@@ -178,7 +180,7 @@ def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
 
 
 def _load(dataset_type: type[DatasetT], entry: Path) -> DatasetT:
-    about = json.loads((entry / "meta.json").read_text())
+    about = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
     arrays = {
         name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in about["arrays"]
     }

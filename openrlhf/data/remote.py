@@ -114,7 +114,7 @@ def _listing(url: str, flag: str) -> _Listing:
             raise
         on = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
         notify(f"note: {error}\nReading the copy of {on} in {kept.parent}")
-        fields = json.loads(kept.read_text())
+        fields = json.loads(kept.read_text(encoding="utf-8"))
         files = {name: _Remote(**file) for name, file in fields.pop("files").items()}
         return _Listing(**fields, files=files)
     with _writing(flag, url):

@@ -220,7 +220,11 @@ _REFUSALS = (TemplateError, TypeError, ValueError, OverflowError, RecursionError
 def check_cost(template: str) -> None:
     """Renders a short conversation in a process with limits. Raises UsageError if it exceeds them."""
     trial = subprocess.run(  # bounded: the process limits its CPU time
-        [sys.executable, "-Pc", _TRIAL], input=template, capture_output=True, text=True, check=False
+        [sys.executable, "-X", "utf8", "-Pc", _TRIAL],
+        input=template,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
     )
     error = trial.stderr.strip().rpartition("\n")[2]
     if trial.returncode < 0 or error.startswith(("MemoryError", "OverflowError", "RecursionError")):

@@ -19,7 +19,7 @@ def write_rows(make: Callable[..., Iterable[Mapping[str, Any]]]) -> None:
     path = arguments.pop("rows")
     try:
         lines = [json.dumps(row) + "\n" for row in make(**arguments)]
-        with open(path, "w") as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.writelines(lines)
     except (OSError, ValueError) as error:
         parser.error(str(error))

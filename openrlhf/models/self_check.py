@@ -104,7 +104,7 @@ def resolve_row_layout(
     """
     model = module.model
     entry = _cache_entry(model, zero_stage, tensor)
-    found = _agreed(json.loads(entry.read_text()) if entry.exists() else None)
+    found = _agreed(json.loads(entry.read_text(encoding="utf-8")) if entry.exists() else None)
     if found is None:
         with _evaluating(module), torch.no_grad():
             found = _agreed(_run_checks(_through(ask, module), model))
@@ -564,7 +564,7 @@ def _is_first_rank() -> bool:
 def _cache_entry(model: PreTrainedModel, zero_stage: int | None, tensor: int) -> Path:
     """Returns the cache file of the checks' result. Its name depends on everything on which the result
     depends."""
-    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     parts = {
         "class": f"{type(model).__module__}.{type(model).__name__}",
         "config": {k: str(v) for k, v in sorted(model.config.to_dict().items()) if k != "_name_or_path"},

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from openrlhf.config.parse import to_yaml
 from openrlhf.config.sections import LoggerConfig, TrainingConfig, is_due
+from openrlhf.errors import print_all_characters
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import attached
 from openrlhf.observability.progress import Phase, Progress
@@ -39,6 +40,7 @@ class Observer(Hook):
         """`resume_step`: the restored step; None for a fresh run. `decode`: a `text.Decode` for responses.
         `dtype`: that of the weights which sampler and trainer share; empty in supervised learning.
         `missing_template`: evidence that prompts lack a template."""
+        print_all_characters()
         self.folder, self.logger, self.decode = folder, logger, decode
         self.dtype, self.missing_template = dtype, missing_template
         if resume_step is not None:

@@ -104,7 +104,7 @@ class RunFolder:
         secrets = find_secrets(config_yaml, argv, os.environ)
         _write_keeping_old(folder.path / "config.yaml", redact(config_yaml, secrets))
         _write_keeping_old(folder.path / "env.json", redact(json.dumps(environment(), indent=1), secrets))
-        with open(folder.path / "argv.txt", "a", encoding="utf-8") as file:
+        with open(folder.path / "argv.txt", "a", encoding="utf-8", errors="surrogateescape") as file:
             start = f"# {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{', resuming' if resume else ''}\n"
             file.write(start + shlex.join(redact(arg, secrets) for arg in argv) + "\n")
         return folder

@@ -53,7 +53,7 @@ class StartClock:
 def process_clock() -> StartClock:
     """Returns a clock that started with this process, so that it includes imports."""
     ticks = int(
-        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     )  # since the machine's start
     return StartClock(
         age=max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -76,7 +76,7 @@ def labelled(problem: Problem) -> dict[str, str]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

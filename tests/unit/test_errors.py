@@ -1,6 +1,9 @@
 """Errors for users: their form and their code, both of which survive the transfer between processes."""
 
+import os
 import pickle
+import subprocess
+import sys
 import time
 
 import pytest
@@ -110,3 +113,15 @@ def test_a_machine_without_a_sandbox_is_told_in_every_process() -> None:
             ErrorCode.UNSUPPORTED,
             "no namespaces",
         )
+
+
+def test_a_text_that_the_output_cannot_encode_is_escaped() -> None:
+    """As under a locale with another encoding than UTF-8."""
+    program = "from openrlhf.errors import short_errors\nwith short_errors(): print('4 日 \\U0001f642')"
+    made = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONIOENCODING": "gbk"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert (made.returncode, made.stdout) == (0, "4 日 \\U0001f642\n".encode("gbk")), made.stderr

@@ -49,7 +49,7 @@ class Tracker(Selectable, ABC):
         file = self.run.folder.path / f"{self.name}_id.txt"
         if not file.exists():
             write_atomically(file, [make()])
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
 
     def open(self, run: TrackedRun) -> None:
         """Begins to track a run. Called once, before anything is logged. An exception of a user's tracker

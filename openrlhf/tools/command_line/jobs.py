@@ -25,7 +25,7 @@ def logged_job(words: Sequence[str], log: Path, **options: Any) -> str:
 
 def _read_end(log: Path) -> str:
     """Returns the first error of a command and the lines after it; without one the last lines."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     shown = lines[errors[0] : errors[0] + LINES] if errors else lines[-LINES:]
     return "\n".join([f"the end of {log}:", *shown])

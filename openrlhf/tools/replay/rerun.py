@@ -158,7 +158,7 @@ class Rerun:
             place = self.folder / "checkpoints" / ("" if model == "model" else f"_{model}")
             place.mkdir(parents=True, exist_ok=True)
             (place / target.name).symlink_to(target.resolve())
-            (place / LATEST).write_text(target.name)
+            (place / LATEST).write_text(target.name, encoding="utf-8")
 
 
 def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Path:

@@ -70,7 +70,7 @@ def _conversation(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Con
         tokenizer,
         apply_chat_template=config.data.apply_chat_template,
         input_template=config.data.input_template,
-        start=Path(config.ta_prompt).read_text().strip() if config.ta_prompt else "",
+        start=Path(config.ta_prompt).read_text(encoding="utf-8").strip() if config.ta_prompt else "",
         suffix=config.csft.prompt if config.csft.enable else None,
     )
 

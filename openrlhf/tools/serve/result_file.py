@@ -87,7 +87,7 @@ def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, A
                 "Name another file, or remove this one."
             )
         return
-    before = json.loads(Path(meta_path).read_text())
+    before = json.loads(Path(meta_path).read_text(encoding="utf-8"))
     now = json.loads(json.dumps(origin))
     changed = [
         f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
