@@ -66,7 +66,7 @@ def test_on_a_gpu_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_the_kernel_starts_no_new_peak_it_is_that_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(peak_memory.Path, "write_text", refuse)

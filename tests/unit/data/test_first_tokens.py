@@ -13,6 +13,7 @@ from records import trajectory
 from refusals import refused
 from tokenizers import processors
 from tokenizers_of_users import llama_2_style
+from transformers import Qwen3Config
 
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.data.cache import tokenizer_digest
@@ -230,6 +231,8 @@ def test_a_served_reward_model(is_chat):
     rows = []
 
     class Model(torch.nn.Linear):
+        model = SimpleNamespace(config=Qwen3Config(vocab_size=len(TINY)))
+
         def forward(self, input):
             rows.append(input.token_ids.tolist())
             return torch.zeros(1)
