@@ -94,7 +94,8 @@ def evaluate(row: Row, seed: int, model: str, folder: Path) -> Score:
 
 def sample(row: Row, program: rl.Run, prompts: Sequence[rl.Prompt], n: int | None = None) -> Any:
     """Samples answers and scores them. Returns a `Result` of groups."""
-    return program.reward(program.sample(prompts, n=n), row.task.reward)
+    groups = program.sample(prompts, n=n)
+    return groups if row.task.reward is None else program.reward(groups, row.task.reward)
 
 
 def score(row: Row, program: rl.Run, problems: Sequence[rl.Prompt]) -> Score:

@@ -70,6 +70,9 @@ def _rows() -> Iterator[Row]:
         yield Row(model="tiny", task_name="words", method_name=method, steps=8, quick=quick)
     for method in ("grpo", "rloo", "ppo", "dpo", "best_of_n", "trl_grpo"):
         yield Row(model="tiny", task_name="sums", method_name=method, steps=12)
+    for method in ("grpo", "rloo", "ppo"):
+        yield Row(model="tiny", task_name="countdown", method_name=method, steps=12)
+        yield Row(model="tiny", task_name="guess", method_name=method, steps=12)
     for method in ("grpo", "dpo", "best_of_n", "trl_grpo"):
         yield Row(model="smollm2", task_name="chain_sum", method_name=method, **PRETRAINED)
     yield Row(model="smollm2", task_name="gsm_symbolic", method_name="grpo", seeds=(0,), **PRETRAINED)

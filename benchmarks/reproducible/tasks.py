@@ -2,23 +2,26 @@
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from openrlhf.data.reasoning_gym import gym_rows
 from openrlhf.tasks import final_answer_reward, word_problem_reward
 from openrlhf.tasks.prepare import EVAL_SEED, labelled, write_rows
-from openrlhf.tasks.word_problem import make_problems
+from openrlhf.tasks.word_problem import boxed_answer, make_problems
+from reproducible import guess
 
 Row = dict[str, Any]
 """A problem: `input` (text or messages) and `label`."""
 Reward = Callable[[list[str], list[str], list[Any]], Any]
 HELD_OUT, TRAINED, DEMONSTRATIONS = 256, 2_048, 24_000
-"""Numbers of problems for evaluation, for RL, and for a model that learns from answers first."""
+"""Numbers of problems for evaluation, for RL, and of answers for a model that learns from answers first."""
+CAREFUL = 0.4
+"""Fraction of the answers to learn from that are careful, as in the demo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +29,15 @@ class Task:
     about: str
     problems: Callable[[int], Iterator[Row]]
     """Yields problems without end. Argument: the seed."""
-    reward: Reward
+    reward: Reward | None
+    """None: the task is an environment that `flags` name, and rewards its own episodes."""
     max_new_tokens: int
     max_len: int = 256
     goal: float = 0.9
     """Fraction of solved samples of a step that counts as the goal."""
     flags: dict[str, Any] = field(default_factory=dict)
-    demonstration: Callable[[Row, random.Random], Row] | None = None
-    """Function from a problem to the row, `input` and `output`, from which the tiny model learns before RL.
+    demonstrate: Callable[[Row, random.Random], Iterable[Row]] | None = None
+    """Function from a problem to the rows, `input` and `output`, from which the tiny model learns before RL.
     None: its first phases were about this task."""
 
     def split(self, seed: int) -> tuple[list[Row], list[Row]]:
@@ -52,12 +56,13 @@ class Task:
         write_rows(folder / "eval.jsonl", held_out)
 
     def write_demonstrations(self, file: Path, seed: int) -> None:
-        """Writes answers to DEMONSTRATIONS problems that are not held out."""
-        assert self.demonstration is not None
+        """Writes DEMONSTRATIONS answers to problems that are not held out."""
+        assert self.demonstrate is not None
         texts = {str(row["input"]) for row in self.split(seed)[1]}
         rng = random.Random(f"demonstrations/{seed}")
         free = (row for row in self.problems(seed) if str(row["input"]) not in texts)
-        write_rows(file, (self.demonstration(row, rng) for row in islice(free, DEMONSTRATIONS)))
+        answers = chain.from_iterable(self.demonstrate(row, rng) for row in free)
+        write_rows(file, islice(answers, DEMONSTRATIONS))
 
 
 def words(seed: int) -> Iterator[Row]:
@@ -87,11 +92,58 @@ def worked(question: str) -> tuple[list[str], str]:
     return steps, str(total)
 
 
-def demonstrated_sum(row: Row, rng: random.Random) -> Row:
+def demonstrate_sum(row: Row, rng: random.Random) -> Iterable[Row]:
+    yield answer(row, *worked(row["input"]), rng)
+
+
+def answer(row: Row, steps: list[str], result: str, rng: random.Random) -> Row:
     """Shows the steps in as many answers as the demo's demonstrations do."""
-    steps, total = worked(row["input"])
-    thought = "; ".join(steps) if rng.random() < 0.4 else ""
-    return {"input": row["input"], "output": f"<think>{thought}</think>\\boxed{{{total}}}"}
+    thought = "; ".join(steps) if rng.random() < CAREFUL else ""
+    return {"input": row["input"], "output": f"<think>{thought}</think>\\boxed{{{result}}}"}
+
+
+def countdown(seed: int) -> Iterator[Row]:
+    """Problems like those of reasoning-gym's countdown, whose own generator needs a tenth of a second for
+    each."""
+    rng = random.Random(f"countdown/{seed}")
+    while True:
+        numbers = [rng.randint(1, 9) for _ in range(3)]
+        target = numbers[0] + sum(rng.choice((1, -1)) * number for number in numbers[1:])
+        rng.shuffle(numbers)
+        if target > 0:
+            question = f"Make {target} of {', '.join(map(str, numbers))}."
+            yield {"input": question, "label": [target, *sorted(numbers)]}
+
+
+def countdown_reward(queries: list[str], prompts: list[str], labels: list[list[int]]) -> list[float]:
+    """Returns 1 for a boxed sum of all numbers that is the target, else 0."""
+    return [float(reached(boxed_answer(query)) == label) for query, label in zip(queries, labels, strict=True)]
+
+
+def reached(terms: str | None) -> list[int]:
+    """Returns the value of terms such as "3+7-2" and their numbers in order; nothing for another text."""
+    if terms is None or not re.fullmatch(r"\d([-+]\d)*", terms):
+        return []
+    return [sum(map(int, re.findall(r"[-+]?\d", terms))), *sorted(map(int, re.findall(r"\d", terms)))]
+
+
+def search(question: str) -> tuple[list[str], str]:
+    """Returns the sums that a search for the target tries, the last one of which is right, and its terms."""
+    target, *numbers = map(int, re.findall(r"\d+", question))
+    a, b, c = numbers
+    tried = []
+    for terms in (
+        f"{a}+{b}+{c}", f"{a}+{b}-{c}", f"{a}-{b}+{c}", f"{b}-{a}+{c}",
+        f"{a}-{b}-{c}", f"{b}-{a}-{c}", f"{c}-{a}-{b}",
+    ):  # fmt: skip
+        tried.append(f"{terms}={reached(terms)[0]}")
+        if reached(terms)[0] == target:
+            return tried, terms
+    raise ValueError(f"{question!r} has no solution")
+
+
+def demonstrate_search(row: Row, rng: random.Random) -> Iterable[Row]:
+    yield answer(row, *search(row["input"]), rng)
 
 
 TASKS = {
@@ -108,7 +160,23 @@ TASKS = {
         reward=word_problem_reward.reward_func,
         max_new_tokens=48,
         max_len=128,
-        demonstration=demonstrated_sum,
+        demonstrate=demonstrate_sum,
+    ),
+    "countdown": Task(
+        about="countdown: adding and subtracting three numbers of one digit to a target",
+        problems=countdown,
+        reward=countdown_reward,
+        max_new_tokens=96,
+        max_len=160,
+        demonstrate=demonstrate_search,
+    ),
+    "guess": Task(
+        about=f"a game: finding a number from 1 to {guess.Game.highest} by {guess.Game.max_tries} guesses",
+        problems=guess.rows,
+        reward=None,
+        max_new_tokens=12,
+        demonstrate=partial(guess.play, careful=CAREFUL),
+        flags={"train.agent_func_path": guess.__file__, "data.apply_chat_template": False},
     ),
     "chain_sum": Task(
         about="reasoning-gym's chain_sum: two or three numbers of one digit",

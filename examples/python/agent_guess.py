@@ -12,24 +12,24 @@ from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.rows import write_rows
 from openrlhf.utils import extract_boxed_answer
 
-HIGHEST, MAX_TRIES = 8, 4
-
 
 class Guess:
     """Environment whose seed decides the number, so that all samples of a prompt look for the same one. A
     guess that the hints have excluded costs something."""
 
+    highest, max_tries = 8, 4
+
     def reset(self, *, seed):
-        self.secret, self.tries = random.Random(seed).randint(1, HIGHEST), 0
-        self.low, self.high = 1, HIGHEST
-        return f"Guess a number from 1 to {HIGHEST}. Answer \\boxed{{number}}.", {}
+        self.secret, self.tries = random.Random(seed).randint(1, self.highest), 0
+        self.low, self.high = 1, self.highest
+        return f"Guess a number from 1 to {self.highest}. Answer \\boxed{{number}}.", {}
 
     def step(self, action):
         self.tries += 1
         guess = extract_boxed_answer(action) or ""
         if guess == str(self.secret):
             return "", 1.0, True, False, {}
-        over = self.tries == MAX_TRIES
+        over = self.tries == self.max_tries
         if not guess.isdecimal() or not self.low <= int(guess) <= self.high:
             return f"It is between {self.low} and {self.high}.", -0.25, False, over, {}
         if int(guess) < self.secret:

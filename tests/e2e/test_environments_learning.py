@@ -23,7 +23,7 @@ def random_games(count: int) -> list[dict]:
         told, _ = game.reset(seed=seed)
         while not over:
             messages = [*messages, {"role": "user", "content": told}]
-            guess = f"\\boxed{{{rng.randint(1, example['HIGHEST'])}}}"
+            guess = f"\\boxed{{{rng.randint(1, game.highest)}}}"
             rows.append({"input": messages, "output": guess})
             messages = [*messages, {"role": "assistant", "content": guess}]
             told, _, right, out_of_tries, _ = game.step(guess)

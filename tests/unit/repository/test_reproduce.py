@@ -8,6 +8,7 @@ import re
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,12 @@ ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import reproduce
-from reproducible import tasks
+from reproducible import guess, tasks
 from reproducible.methods import METHODS
 from reproducible.outcome import Goal, Outcome, Score, agrees, find_goal, read, write
 from reproducible.page import filled, sections
 from reproducible.rows import ROWS
-from reproducible.tasks import HELD_OUT, TASKS, demonstrated_sum, worked
+from reproducible.tasks import HELD_OUT, TASKS, demonstrate_search, demonstrate_sum, search, worked
 
 OUTCOME = Outcome(
     before=Score(64, 256),
@@ -144,10 +145,45 @@ def test_a_sum_is_worked_out_term_by_term() -> None:
     question = "State the final answer to the following arithmetic problem: 3 - 4 + 2 - 9 ="
     assert worked(question) == (["3-4=-1", "-1+2=1", "1-9=-8"], "-8")
     row = {"input": question, "label": "-8"}
-    answers = {demonstrated_sum(row, random.Random(i))["output"] for i in range(20)}
+    answers = {one["output"] for i in range(20) for one in demonstrate_sum(row, random.Random(i))}
     assert answers == {"<think></think>\\boxed{-8}", "<think>3-4=-1; -1+2=1; 1-9=-8</think>\\boxed{-8}"}
     judged = TASKS["sums"].reward([*answers, "\\boxed{8}"], [""] * 3, ["-8"] * 3)
     assert judged["rewards"] == [1, 1, 0]
+
+
+def test_a_search_ends_at_the_target() -> None:
+    assert search("Make 8 of 3, 7, 2.") == (["3+7+2=12", "3+7-2=8"], "3+7-2")
+    assert search("Make 1 of 2, 4, 7.")[0][-1] == "7-2-4=1"  # the last of seven
+    assert len(search("Make 1 of 2, 4, 7.")[0]) == 7
+
+
+def test_searches_solve_the_problems() -> None:
+    rows = list(islice(TASKS["countdown"].problems(3), 1000))
+    answers = [one["output"] for row in rows for one in demonstrate_search(row, random.Random(0))]
+    labels = [row["label"] for row in rows]
+    assert TASKS["countdown"].reward(answers, [""] * 1000, labels) == [1] * 1000
+
+
+def test_a_countdown_needs_all_numbers_and_the_target() -> None:
+    answers = ["7-2+3", "3+7", "3+7-2", "3+7-2=8", "9-1", "8", "__import__('os')"]
+    queries = [f"<think></think>\\boxed{{{answer}}}" for answer in answers] + ["3+7-2"]
+    rewards = TASKS["countdown"].reward(queries, [""] * 8, [[8, 2, 3, 7]] * 8)
+    assert rewards == [1, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_player_who_halves_finds_every_number() -> None:
+    wins, seen = 0, set()
+    for label in range(200):
+        turns = list(guess.play({"label": label}, random.Random(label), careful=1))
+        answers = [turn["output"] for turn in turns]
+        assert answers[0] == "\\boxed{16}" and answers[1:2] in ([], ["\\boxed{8}"], ["\\boxed{24}"])
+        assert [len(turn["input"]) for turn in turns] == [2 * i + 1 for i in range(len(turns))]
+        game = guess.Game()
+        game.reset(seed=label)
+        played = [game.step(answer) for answer in answers]
+        wins += sum(reward for _, reward, *_ in played) == 1
+        seen.add(answers[-1])
+    assert wins == 200 and len(seen) == 31
 
 
 def test_demonstrations_are_of_problems_that_are_not_held_out(
