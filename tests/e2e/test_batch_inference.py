@@ -73,9 +73,7 @@ def one_engine(
 VLLM = "--task generate_vllm --rollout.n_samples_per_prompt 2 --vllm.max_num_seqs 7"
 
 
-def test_a_run_that_was_killed_ends_as_one_that_was_not(
-    task: TaskFiles, tmp_path: Path, one_engine, capsys
-) -> None:
+def test_a_run_that_was_killed_ends_as_one_that_was_not(task, tmp_path, one_engine, capsys):
     argv = flags(task, tmp_path / "whole.jsonl", VLLM)
     whole = infer(argv)
     assert keys(whole) == ALL_KEYS

@@ -161,9 +161,7 @@ def check_report(file: Path) -> None:
 
 @pytest.mark.usefixtures("cpu_engines")
 @pytest.mark.parametrize(("name", "dtype"), [("smollm2", "fp32"), ("gemma3-270m", "bf16")])
-def test_others_load_an_export(
-    pretrained: Callable, rows: Path, tmp_path: Path, run_worker: Callable, name: str, dtype: str
-) -> None:
+def test_others_load_an_export(pretrained, rows, tmp_path, run_worker, name, dtype):
     """transformers gives the exported model the trainer's last loss, and vLLM gives it transformers'
     log-probs."""
     base = pretrained(name)

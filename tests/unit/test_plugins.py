@@ -234,9 +234,7 @@ def own_modules() -> Iterator[None]:
 
 
 @pytest.mark.processes
-def test_modules_beside_a_file_are_imported_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None
-) -> None:
+def test_modules_beside_a_file_are_imported_from_any_folder(tmp_path, monkeypatch, own_modules):
     folder = written(tmp_path / "beside", BESIDE)
     written(folder, {"agent.py": "import parts.seven\n" + EXECUTORS})
     monkeypatch.chdir(tmp_path)
@@ -249,9 +247,7 @@ def test_modules_beside_a_file_are_imported_from_any_folder(
 
 
 @pytest.mark.processes
-def test_modules_beside_a_file_go_with_it_to_other_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_beside_a_file_go_with_it_to_other_machines(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     path = written(tmp_path / "here", BESIDE) / "mine.py"
     files, before = UserFiles.of(str(path)), plugins.digest(str(path))

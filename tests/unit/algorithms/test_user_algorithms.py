@@ -391,9 +391,7 @@ def test_names_that_a_package_registers(package, capsys):
     assert "rloo, house_opo, " in refusal(capsys, ESTIMATOR, "house_op").text
 
 
-def test_two_files_of_a_package_with_one_name_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_files_of_a_package_with_one_name_are_refused(tmp_path, monkeypatch):
     """A subclass that forgets to say its own name causes the clash."""
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "__init__.py").write_text("")

@@ -55,9 +55,7 @@ def test_what_decays(name, sharded):
         ({"LOCAL_WORLD_SIZE": "100"}, 1),
     ],
 )
-def test_optimizer_steps_on_the_cpu_have_a_share_of_its_cores(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: int | None
-) -> None:
+def test_optimizer_steps_on_the_cpu_have_a_share_of_its_cores(monkeypatch, environment, threads):
     said: list[int] = []
     monkeypatch.setattr(distributed, "DEVICE_TYPE", "cuda")
     monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda process: set(range(64)))

@@ -35,9 +35,7 @@ class Ended:
     ],
     ids=["alive", "gone", "away for a while"],
 )
-def test_only_a_head_that_is_gone_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, answers: list, is_gone: bool
-) -> None:
+def test_only_a_head_that_is_gone_ends_the_process(monkeypatch, answers, is_gone):
     ended, called = Ended(answers), []
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: ended.now))
     monkeypatch.setattr(watchdog, "is_refused", lambda address: ended.answer)

@@ -242,9 +242,7 @@ def test_the_models_of_a_step_compare_its_sequences_once(monkeypatch: pytest.Mon
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=20), st.randoms())
-def test_neighbours_of_some_sequences_are_those_of_a_comparison_of_these_alone(
-    sequences: list[list[int]], rng: Any
-) -> None:
+def test_neighbours_of_some_sequences_are_those_of_a_comparison_of_these_alone(sequences, rng):
     compare = lambda chosen: Neighbours.of(
         np.array([x for own in chosen for x in own], np.int32)[:, None], np.array([len(x) for x in chosen])
     )

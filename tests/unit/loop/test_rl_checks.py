@@ -104,9 +104,7 @@ def test_the_origin_of_a_run_tells_its_data_apart(model: str, tmp_path: Path) ->
     assert "--actor.model_name_or_path" in contents and "--critic.model_name_or_path" in contents
 
 
-def test_a_run_prepares_everything_and_trains(
-    monkeypatch: pytest.MonkeyPatch, model: str, tmp_path: Path
-) -> None:
+def test_a_run_prepares_everything_and_trains(monkeypatch, model, tmp_path):
     """The cluster is a stand-in; it is left whether or not the training ends well."""
     calls: list[Any] = []
     note = lambda name, answer=None: lambda *_, **named: calls.append(name) or answer

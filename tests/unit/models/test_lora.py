@@ -214,9 +214,7 @@ def test_adapters_are_merged_in_float32_and_then_rounded(base: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "is_told"), [(1e-6, True), (1.0, False)])
-def test_the_combiner_rounds_once_and_tells_what_rounding_loses(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: float, is_told: bool
-) -> None:
+def test_the_combiner_rounds_once_and_tells_what_rounding_loses(base, tmp_path, capsys, size, is_told):
     model = with_b_of(adapted(base), size)
     save_adapter(model, weights_of(model), tmp_path / "adapter")
     model.peft_config["default"].base_model_name_or_path = str(base)
@@ -335,9 +333,7 @@ def test_a_random_adapter_changes_each_layer_by_half_of_its_input(base: Path) ->
     assert moved.std().item() == pytest.approx(0.5 * inputs.std().item(), rel=0.5)
 
 
-def test_a_saved_adapter_loads_with_peft_and_with_transformers(
-    base: Path, row: PackedRow, tmp_path: Path
-) -> None:
+def test_a_saved_adapter_loads_with_peft_and_with_transformers(base, row, tmp_path):
     model = adapted(base)
     save_adapter(model, weights_of(model), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
@@ -350,9 +346,7 @@ def test_a_saved_adapter_loads_with_peft_and_with_transformers(
     assert torch.equal(logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path), row), logits(model, row))
 
 
-def test_an_adapter_that_peft_would_ignore_is_not_saved(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_peft_would_ignore_is_not_saved(base, tmp_path, monkeypatch):
     model = adapted(base)
     weights = weights_of(model)
     with refused(ErrorCode.BROKEN_INVARIANT):
@@ -396,9 +390,7 @@ def test_the_merged_policy_is_the_policy_with_its_adapter(base: Path, row: Packe
 
 
 @pytest.mark.parametrize("head", ["score", "value_head"])
-def test_the_merged_reward_model_keeps_head_and_statistics(
-    base: Path, row: PackedRow, tmp_path: Path, head: str
-) -> None:
+def test_the_merged_reward_model_keeps_head_and_statistics(base, row, tmp_path, head):
     tokenizer = hf.AutoTokenizer.from_pretrained(base)
     torch.manual_seed(2)
     options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
@@ -441,9 +433,7 @@ def stderr_of(capsys: pytest.CaptureFixture, *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_an_adapter_of_another_base_is_refused(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_adapter_of_another_base_is_refused(base, tmp_path, capsys):
     save_adapter(model := adapted(base), weights_of(model), tmp_path / "adapter")
     for number, (change, said) in enumerate(
         [
@@ -464,9 +454,7 @@ def test_an_adapter_of_another_base_is_refused(
         assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_whose_files_belong_to_different_adapters_is_refused(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_adapter_whose_files_belong_to_different_adapters_is_refused(base, tmp_path, capsys):
     save_adapter(model := adapted(base), weights_of(model), tmp_path / "adapter")
     words = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter")]
     words += ["--output_path", str(tmp_path / "out")]
@@ -540,9 +528,7 @@ def test_adapters_of_experts_merge_into_the_model_that_peft_computes(tmp_path: P
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.few(3)
-def test_adapters_of_peft_merge_into_the_model_that_peft_computes(
-    base: Path, row: PackedRow, tmp_path: Path, options: dict, tied: bool
-) -> None:
+def test_adapters_of_peft_merge_into_the_model_that_peft_computes(base, row, tmp_path, options, tied):
     config = hf.AutoConfig.from_pretrained(base, tie_word_embeddings=tied)
     torch.manual_seed(3)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")

@@ -2,7 +2,6 @@
 that transformers chooses by the longest position of a row are compared with fixed ones."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -200,9 +199,7 @@ def test_angles_differ_from_those_of_a_model_that_is_not_stretched(kind: str) ->
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "ulysses"), (3, "allgather")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.few(5)
-def test_slices_have_the_angles_of_their_sequence(
-    threads: Callable, kind: str, num_ranks: int, mode: str
-) -> None:
+def test_slices_have_the_angles_of_their_sequence(threads, kind, num_ranks, mode):
     policy = stretched(kind)
     enable_checkpointing(policy.model, reentrant=False, dropout=True)
     policy.train()

@@ -105,9 +105,7 @@ def test_a_package_attaches_a_hook_beside_the_checks(tmp_path: Path, monkeypatch
         attached("rl", config_of(tmp_path), prompts=None)
 
 
-def test_a_variable_leaves_out_the_checks_and_keeps_the_hooks_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_variable_leaves_out_the_checks_and_keeps_the_hooks_of_others(tmp_path, monkeypatch, capsys):
     places = {place: load.entry_points(group=f"openrlhf.attached.{place}") for place in load.CHECKED}
     assert all(places.values())
     other = EntryPoint("mine", "types:SimpleNamespace", "openrlhf.attached.rl")
@@ -201,9 +199,7 @@ def test_a_hook_that_cannot_be_built_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify_steps", [0, 1, 2])
-def test_the_first_steps_of_supervised_training_are_checked(
-    monkeypatch: pytest.MonkeyPatch, verify_steps: int
-) -> None:
+def test_the_first_steps_of_supervised_training_are_checked(monkeypatch, verify_steps):
     """Counted from where this process begins: a resumed run checks its own first ones."""
     checked: list[int] = []
     monkeypatch.setattr(

@@ -58,9 +58,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
-def test_swanlab(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
-) -> None:
+def test_swanlab(tmp_path, monkeypatch, caplog, mode):
     """Without a key an online run is recorded offline."""
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", mode)

@@ -63,9 +63,7 @@ def environment() -> dict:
         ("[N/A]", 0, False),
     ],
 )
-def test_nothing_is_installed_for_a_driver_that_is_too_old(
-    tmp_path, monkeypatch, driver: str, library: int, refused: bool
-) -> None:
+def test_nothing_is_installed_for_a_driver_that_is_too_old(tmp_path, monkeypatch, driver, library, refused):
     (tmp_path / "bin").mkdir()
     program(tmp_path / "bin" / "nvidia-smi", f"print({driver!r})")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)

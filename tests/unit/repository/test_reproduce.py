@@ -65,9 +65,7 @@ def check(monkeypatch: pytest.MonkeyPatch, folder: Path, solved: list[int]) -> s
     return reproduce.difference(ROWS["tiny-words-grpo"], options)
 
 
-def test_a_check_fails_if_two_seeds_leave_the_intervals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_fails_if_two_seeds_leave_the_intervals(tmp_path, monkeypatch):
     assert "no results" in check(monkeypatch, tmp_path, [])
     write("tiny-words-grpo", 0, with_score(128), tmp_path)
     assert check(monkeypatch, tmp_path, [130]) == ""
@@ -150,9 +148,7 @@ def test_a_sum_is_worked_out_term_by_term() -> None:
     assert judged["rewards"] == [1, 1, 0]
 
 
-def test_demonstrations_are_of_problems_that_are_not_held_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demonstrations_are_of_problems_that_are_not_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "DEMONSTRATIONS", 300)
     TASKS["sums"].write_demonstrations(tmp_path / "rows.jsonl", seed=3)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
