@@ -1,13 +1,9 @@
 """Log-probs that vLLM alone gives the tokens of a text with an exported model."""
 
-import json
-import sys
-from pathlib import Path
-
 from vllm import LLM, SamplingParams
 
 
-def main(spec: dict) -> None:
+def main(spec: dict) -> list[list[float]]:
     llm = LLM(
         spec["model"],
         dtype=spec["dtype"],
@@ -21,8 +17,4 @@ def main(spec: dict) -> None:
         (output,) = llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)
         log_probs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         found.append([of_token[token].logprob for token, of_token in log_probs])
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return found

@@ -92,18 +92,16 @@ def test_a_rope_that_vllm_does_not_stretch(kind):
 
 def test_a_model_that_is_unstable_in_half_precision():
     gemma = Gemma2Config(architectures=["Gemma2ForCausalLM"])
-    with refused(ErrorCode.UNSUPPORTED) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, told="--ds.param_dtype bf16"):
         check(gemma, dtype="fp16")
-    assert "--ds.param_dtype bf16" in refusal.value.text
     check(gemma, dtype="bf16")
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
 def test_linear_attention_on_a_cpu(architecture):
     config = Qwen3NextConfig(architectures=[architecture], head_dim=128)
-    with refused(ErrorCode.UNSUPPORTED) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, told="--ds.param_dtype bf16"):
         check(config, dtype="fp32")
-    assert "--ds.param_dtype bf16" in refusal.value.text
     check(config, dtype="bf16")
     check(config, dtype="fp32", on_cpu=False)
 
@@ -137,9 +135,8 @@ def test_a_model_without_layers_for_adapters(tmp_path):
     check_engines(config, on_cpu=False)
     adapted = replace(config, ds=replace(config.ds, lora=LoraConfig(rank=8)))
     check_engines(adapted, on_cpu=False)
-    with refused(ErrorCode.UNSUPPORTED, **lora_sync) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, **lora_sync, told=f"(--actor.model_name_or_path {tmp_path})"):
         check_engines(replace(adapted, vllm=VllmConfig(lora_sync="adapter")), on_cpu=False)
-    assert f"(--actor.model_name_or_path {tmp_path})" in refusal.value.text
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,8 @@ def test_other_models_and_commands_are_refused(tmp_path: Path, other: Path) -> N
     with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=place) as told:
         fork(new, own)
     assert "the command was sft, is dpo" in told.value.text
-    with refused(ErrorCode.INVALID_VALUE, flag="--ckpt.fork_from", value=place) as told:
+    with refused(ErrorCode.INVALID_VALUE, flag="--ckpt.fork_from", value=place, told="ends after step 4"):
         fork(new, checkpoints(new), total_steps=4)
-    assert "ends after step 4" in told.value.text
     save(checkpoints(config(tmp_path / "other"), {model: "checksum 1"}), "global_step4")
     with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=place) as told:
         fork(new, checkpoints(new, {model: "checksum 2"}))

@@ -101,9 +101,8 @@ def test_a_model_that_a_run_reads_is_never_written_over(tmp_path, monkeypatch):
     config = SFTConfig(model=model, ckpt=CkptConfig(output_dir=f"{tmp_path}/other/../base/", overwrite=True))
     for resumes in (True, False):
         where = {"flag": "--ckpt.output_dir", "value": config.ckpt.output_dir}
-        with refused(ErrorCode.CONFLICT, **where) as refusal:
+        with refused(ErrorCode.CONFLICT, **where, told="--model.model_name_or_path"):
             check_output(config, resumes=resumes)
-        assert "--model.model_name_or_path" in refusal.value.text
     check_output(SFTConfig(model=model, ckpt=CkptConfig(output_dir="new")), resumes=False)
 
 

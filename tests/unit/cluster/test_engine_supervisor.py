@@ -141,9 +141,8 @@ def test_a_successor_that_does_not_start_is_tried_again_later_and_later(cluster,
     assert waits == [2, 4, 8, 16]
     cluster.starts[engines.members[0]] = RayTaskError("start", "...", RuntimeError("no memory"))
     engines.started()
-    with refused(ErrorCode.ENGINE_FAILED) as refusal:
+    with refused(ErrorCode.ENGINE_FAILED, told="no memory"):
         engines.begin_restarts()
-    assert "no memory" in refusal.value.text
 
 
 def test_a_successor_that_hangs_while_it_starts(cluster: Cluster, engines: EngineSupervisor) -> None:

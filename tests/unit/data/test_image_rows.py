@@ -277,9 +277,8 @@ def test_a_damaged_picture_is_skipped_or_named_when_it_is_read(folder, tokenizer
     for build in (prompts_of, samples_of):
         assert build(rows, tokenizer, column, bad_rows="skip").skipped == {"bad row": 1}
         kept = build(rows, tokenizer, column, bad_rows="error")
-        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
+        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2, told="'images': half.png"):
             kept[1]
-        assert "'images': half.png" in told.value.text
 
 
 # When images are read
@@ -381,9 +380,8 @@ def test_image_root_takes_the_place_of_the_rows_folder(folder, model, tokenizer)
     rows_of(folder, ROWS[:1])
     task = sft_task(model, folder, image_root=folder / "elsewhere", cache_enable=False)
     read = lambda: tokenise(task, tokenizer, str(folder / "rows.jsonl"), "--data.dataset", MIX)
-    with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=1, told=str(folder / "elsewhere")):
         read()
-    assert str(folder / "elsewhere") in told.value.text
     (folder / "square.png").rename(folder / "elsewhere" / "square.png")
     assert read()[0].images[0].data == (folder / "elsewhere" / "square.png").read_bytes()
 
@@ -420,9 +418,8 @@ def test_a_template_that_shows_no_images_is_refused(model, processor):
         "{{ raise_exception('text only') }}",
     ):
         tokenizer.chat_template = template
-        with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.max_images_per_prompt") as told:
+        with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.max_images_per_prompt", told="<|image_pad|>"):
             ImageTokens(processor, tokenizer)
-        assert "<|image_pad|>" in told.value.text
 
 
 def test_a_model_that_reads_no_images_is_refused(tmp_path, folder):

@@ -330,9 +330,8 @@ def test_the_result_of_a_tool_is_an_object_only_where_the_template_reads_one() -
     )
     (sample,) = build_sft_samples(rows, with_template(reads), **SFT_OPTIONS)
     assert '<|tool|>{"sky": "clear"}<|end|>' in decode(with_template(), sample.token_ids.tolist())
-    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1) as told:
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1, told="the result of a tool is an object"):
         build_sft_samples(rows, with_template(), **SFT_OPTIONS)
-    assert "the result of a tool is an object" in told.value.text
 
 
 @pytest.mark.parametrize(

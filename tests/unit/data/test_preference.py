@@ -299,10 +299,9 @@ def test_answers_that_begin_with_the_prompt_are_refused(prompt, score_last_token
         build([row], score_last_token=score_last_token)
     assert "'chosen' already begins" in told.value.text and "--data.prompt_key" in told.value.text
     system = {"role": "system", "content": "Count."}
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1, told="'chosen' already begins"):
         row["chosen"] = [system, user("1+2"), assistant("33")]
         build([row], score_last_token=score_last_token)
-    assert "'chosen' already begins" in told.value.text
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
         build([row | {"chosen": [system, assistant("33")]}], score_last_token=score_last_token)
     assert "'chosen' has a system message behind those of 'prompt'" in told.value.text

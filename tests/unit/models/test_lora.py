@@ -235,9 +235,8 @@ def test_the_combiner_rounds_once_and_tells_what_rounding_loses(base, tmp_path, 
 
 @pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens", "norm"])
 def test_a_module_that_cannot_be_adapted(base: Path, name: str) -> None:
-    with refused(ErrorCode.INVALID_VALUE, flag="--ds.lora.target_modules", value=name) as refusal:
+    with refused(ErrorCode.INVALID_VALUE, flag="--ds.lora.target_modules", value=name, told="q_proj"):
         adapted(base, target_modules=("k_proj", name))
-    assert "q_proj" in refusal.value.text
 
 
 def test_a_model_without_linear_layers_gets_no_adapter(base: Path) -> None:
@@ -320,9 +319,8 @@ def test_a_run_checks_its_adapters(base: Path, change: Callable, said: str) -> N
     model, lora = adapted(base), lora_of().lora
     check_adapters(model, lora, 1)
     change(model, model.get_submodule("model.layers.0.self_attn.q_proj"))
-    with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+    with refused(ErrorCode.BROKEN_INVARIANT, told=said):
         check_adapters(model, lora, 1)
-    assert said in refusal.value.text
 
 
 def test_a_random_adapter_changes_each_layer_by_half_of_its_input(base: Path) -> None:
@@ -361,9 +359,8 @@ def test_an_adapter_that_peft_would_ignore_is_not_saved(base, tmp_path, monkeypa
 
 def test_an_adapter_is_not_taken_for_a_model(base: Path, tmp_path: Path) -> None:
     save_adapter(model := adapted(base), weights_of(model), tmp_path)
-    with refused(ErrorCode.INVALID_MODEL, flag="--model", value=tmp_path) as refusal:
+    with refused(ErrorCode.INVALID_MODEL, flag="--model", value=tmp_path, told="openrlhf lora_combiner"):
         load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
-    assert "openrlhf lora_combiner" in refusal.value.text
 
 
 def combined(base: Path, adapter: Path, *more: str) -> Path:

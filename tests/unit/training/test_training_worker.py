@@ -410,9 +410,8 @@ def test_a_critic_begins_as_its_reward_model_and_learns_returns(threads, folder,
         expected = values_of_row(scorer, PackedRow.of([sequence(tokens) for tokens in TOKENS]))
         values = critic.forward(sampled())
         assert values == pytest.approx(expected.numpy(), abs=ROUNDING)
-        with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+        with refused(ErrorCode.BROKEN_INVARIANT, told="the critic's values"):
             critic.update(sampled(values=np.roll(values, 1), returns=values + 1), [[0, 1], [2]], 0.0)
-        assert "the critic's values" in refusal.value.text
         batch, before = sampled(values=values, returns=values + 1), weights_of(critic)
         steps, log_probs = critic.update(batch, [[0, 1], [2]], 0.0)
         assert log_probs is None and steps[0]["critic/loss"] == pytest.approx(0.5)
