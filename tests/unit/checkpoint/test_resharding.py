@@ -73,9 +73,8 @@ def test_a_checkpoint_without_the_states_of_a_rank_is_refused(tmp_path: Path) ->
     torch.save(common, tmp_path / "mp_rank_00_model_states.pt")
     for rank in (0, 2):
         torch.save({}, tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    with refused(ErrorCode.DAMAGED_CHECKPOINT, **damaged) as refusal:
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, **damaged, told=("3 ranks", "states of 2.")):
         Checkpoint(tmp_path).states(["w"])
-    assert "3 ranks" in refusal.value.text and "states of 2." in refusal.value.text
 
 
 def average(values: torch.Tensor, rank: int, mesh: Mesh) -> MovingAverage:

@@ -211,9 +211,8 @@ def test_a_sample_in_which_an_image_would_be_cut_is_dropped(folder, tokenizer, c
     end = int(image.nonzero()[-1]) + 1
     assert end < length
     assert samples_of(rows, tokenizer, column, multiturn=True, max_len=end).lengths[0] == end
-    with refused(ErrorCode.NO_ROWS) as told:
+    with refused(ErrorCode.NO_ROWS, told=("1 × image cut", f"--data.max_len {length}")):
         samples_of(rows, tokenizer, column, multiturn=True, max_len=end - 1)
-    assert "1 × image cut" in told.value.text and f"--data.max_len {length}" in told.value.text
 
 
 def test_pairs_share_their_images(folder, tokenizer, column):
@@ -261,9 +260,8 @@ def test_a_bad_row_is_named_or_skipped(folder, tokenizer, column, case):
     good = ROWS[0]
     rows = rows_of(folder, [good, row | {"output": "y"}, good])
     for build in (prompts_of, samples_of):
-        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
+        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2, told=(reason, REMEDY)):
             build(rows, tokenizer, column)
-        assert reason in told.value.text and REMEDY in told.value.text
         kept = build(rows, tokenizer, column, bad_rows="skip")
         assert (len(kept), kept.skipped) == (2, {"bad row": 1})
     assert [prompt.prompt_id for prompt in prompts_of(rows, tokenizer, column, bad_rows="skip")] == [0, 2]

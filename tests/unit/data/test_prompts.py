@@ -179,9 +179,8 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     row, reason = BAD[case]
     rows = [{"input": "fine", "label": "1"}, row, {"input": "good", "label": "2"}]
     code = ErrorCode.TOO_LONG if case == "too long" else ErrorCode.INVALID_ROW
-    with refused(code, value="rows.json", row=2) as told:
+    with refused(code, value="rows.json", row=2, told=(reason, REMEDY)):
         build(rows, tokenizer, label_key="label", bad_rows="error")
-    assert reason in told.value.text and REMEDY in told.value.text
     prompts = build(rows, tokenizer, label_key="label", bad_rows="skip")
     assert [prompt.prompt_id for prompt in prompts] == [0, 2]
     assert prompts.skipped == {"bad row": 1}

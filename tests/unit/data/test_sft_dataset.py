@@ -99,9 +99,8 @@ def encode(tokenizer, text):
 
 
 def test_rows_of_a_prompt_and_a_response_name_the_flag_and_the_columns(tokenizer):
-    with refused(ErrorCode.MISSING_FLAG, flag="--data.output_key") as told:
+    with refused(ErrorCode.MISSING_FLAG, flag="--data.output_key", told=("'input'", "output, source")):
         build([{"input": "1 + 1?", "output": "2", "source": "x"}], tokenizer, output_key=None)
-    assert "'input'" in told.value.text and "output, source" in told.value.text
 
 
 def test_golden_tokens_of_an_input_template(tokenizer):
@@ -394,9 +393,8 @@ BAD = {
 def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     row, reason = BAD[case]
     rows = [{"input": "u", "output": "a"}, row]
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2, told=(reason, REMEDY)):
         build(rows, tokenizer)
-    assert reason in told.value.text and REMEDY in told.value.text
     dataset = build(rows, tokenizer, bad_rows="skip")
     assert len(dataset) == 1
     assert dataset.skipped == {"bad row": 1}

@@ -342,16 +342,14 @@ def test_splits_of_folders(tmp_path):
     assert list(rows) == ROWS
     assert rows.origin(2) == f"{tmp_path}/train-00001-of-00002.jsonl:2"
     assert len(load(tmp_path, split="test")) == 1
-    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path) as told:
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path, told=("'dev'", "test, train")):
         load(tmp_path, split="dev")
-    assert "'dev'" in told.value.text and "test, train" in told.value.text
     saved = datasets.DatasetDict(
         train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS)
     )
     saved.save_to_disk(tmp_path / "saved")
-    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "saved") as told:
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "saved", told=("'dev'", "test, train")):
         load(tmp_path / "saved", split="dev")
-    assert "'dev'" in told.value.text and "test, train" in told.value.text
     (tmp_path / "bare").mkdir()
     with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "bare"):
         load(tmp_path / "bare")
