@@ -26,10 +26,7 @@ from openrlhf.config.fields import flag_values, list_flags
 from openrlhf.config.parse import parse
 
 # Only spellings are checked here, one flag at a time; contradictions between flags are not.
-RULES: dict[str, Any] = {
-    "problems": lambda config, explicit: [],
-    "placed": lambda config, explicit: [],
-}
+RULES: dict[str, Any] = {"problems": lambda config, explicit: [], "placed": lambda config, explicit: []}
 COMMANDS = {command.name: replace(command, **RULES) for command in commands.COMMANDS}
 
 
@@ -180,9 +177,7 @@ OTHER_SPELLINGS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "expected"),
-    OTHER_SPELLINGS,
-    ids=[f"{name}:{line}" for name, line, _ in OTHER_SPELLINGS],
+    ("name", "line", "expected"), OTHER_SPELLINGS, ids=[f"{name}:{line}" for name, line, _ in OTHER_SPELLINGS]
 )
 def test_older_and_informal_names(name, line, expected, capsys):
     config = parse(COMMANDS[name], line.split()).config

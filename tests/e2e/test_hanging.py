@@ -108,9 +108,5 @@ def in_own_process(command: str, **variables: str) -> subprocess.CompletedProces
     """Runs a command that joins no cluster."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
-        shlex.split(command),
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=900,
+        shlex.split(command), env=environment | variables, capture_output=True, text=True, timeout=900
     )

@@ -95,11 +95,7 @@ def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float
     for parameter, gradient in found.items():
         assert expected[parameter].abs().max() > 1e-4, (name, parameter)
         torch.testing.assert_close(
-            gradient,
-            expected[parameter],
-            atol=atol,
-            rtol=1e-5,
-            msg=lambda m, p=parameter: f"{name} {p}: {m}",
+            gradient, expected[parameter], atol=atol, rtol=1e-5, msg=lambda m, p=parameter: f"{name} {p}: {m}"
         )
 
 

@@ -246,10 +246,7 @@ def test_a_reward_model_is_served(pretrained: Callable, rows: Path, tmp_path: Pa
     for line in rows.read_text().splitlines()[:4]:
         row = json.loads(line)
         for answer in (row["chosen"], row["rejected"]):
-            messages = [
-                {"role": "user", "content": row["input"]},
-                {"role": "assistant", "content": answer},
-            ]
+            messages = [{"role": "user", "content": row["input"]}, {"role": "assistant", "content": answer}]
             queries.append(tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n"))
             batch = tokenizer(queries[-1], add_special_tokens=False, return_tensors="pt")
             with torch.no_grad():

@@ -66,10 +66,7 @@ class Dataset(list):
 def samples() -> Dataset:
     random = torch.Generator().manual_seed(0)
     return Dataset(
-        Sample(
-            token_ids=torch.randint(0, 10, (n,), generator=random),
-            action_mask=torch.arange(n) >= 1,
-        )
+        Sample(token_ids=torch.randint(0, 10, (n,), generator=random), action_mask=torch.arange(n) >= 1)
         for n in LENGTHS
     )
 

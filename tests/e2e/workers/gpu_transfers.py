@@ -99,12 +99,7 @@ def send(backend: str, trainer: Trainer, engines: list[Engine], port: int, times
     size = len(engines[0].workers) if engines else 1
     client = RayEngineClient(engines, size)
     sender = WeightSender(
-        trainer,
-        client,
-        backend=backend,
-        address="127.0.0.1",
-        port=port,
-        rank=dist.get_rank(),
+        trainer, client, backend=backend, address="127.0.0.1", port=port, rank=dist.get_rank()
     )
     for version in range(times):
         sender.send(version)

@@ -5,11 +5,7 @@ from vllm import LLM, SamplingParams
 
 def main(spec: dict) -> list[list[float]]:
     llm = LLM(
-        spec["model"],
-        dtype=spec["dtype"],
-        max_model_len=256,
-        enforce_eager=True,
-        kv_cache_memory_bytes=2**26,
+        spec["model"], dtype=spec["dtype"], max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=2**26
     )
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     found = []

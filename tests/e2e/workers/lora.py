@@ -30,11 +30,7 @@ def build_engine(spec: dict, case: dict) -> TrainEngine:
 
     def build() -> PolicyModel:
         model = load_causal_lm(
-            spec["model"],
-            flag="--model",
-            dtype=ds.param_dtype,
-            attention="auto",
-            in_4bit=ds.load_in_4bit,
+            spec["model"], flag="--model", dtype=ds.param_dtype, attention="auto", in_4bit=ds.load_in_4bit
         )
         prepare_for_training(model, ds)
         fill_adapters(model)

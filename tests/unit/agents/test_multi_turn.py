@@ -146,8 +146,7 @@ def retrying(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("scores", "expected"),
-    [((None, None), None), ((0.5, None), 0.5), ((0.5, 0.0), 0.0), ((None, 2.0), 2.0)],
+    ("scores", "expected"), [((None, None), None), ((0.5, None), 0.5), ((0.5, 0.0), 0.0), ((None, 2.0), 2.0)]
 )
 def test_the_last_known_score_is_that_of_the_episode(scores, expected):
     steps = [{"rewards": 0.5, "scores": score} for score in scores]

@@ -221,14 +221,8 @@ def test_an_estimator_that_reads_log_probs_gets_them(tmp_path, capsys):
             BASE + "class Mine(AdvantageEstimator):\n    beta: float\n",
             "line 2: Mine: give the option beta a default, as `beta: float = 1.0`",
         ),
-        (
-            BASE + "class Mine(AdvantageEstimator):\n    beta: dict = None\n",
-            "(<class 'dict'>)",
-        ),
-        (
-            BASE + "class Mine(AdvantageEstimator):\n    beta: 'Beta' = None\n",
-            "'Beta'",
-        ),
+        (BASE + "class Mine(AdvantageEstimator):\n    beta: dict = None\n", "(<class 'dict'>)"),
+        (BASE + "class Mine(AdvantageEstimator):\n    beta: 'Beta' = None\n", "'Beta'"),
     ],
 )
 def test_a_file_without_a_usable_class_is_refused(tmp_path, monkeypatch, capsys, text, problem):

@@ -22,10 +22,10 @@ CONFIGS = {
 DECAYED = {
     "gpt-2, whose norms are called ln": {"wte", "wpe", "c_attn", "c_proj", "c_fc"},
     "cohere, whose norms of heads are matrices": {
-        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     },
     "gpt-oss, with vectors and biases of experts": {
-        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "router", "lm_head", "experts"),
+        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "router", "lm_head", "experts")
     },
 }
 

@@ -18,12 +18,7 @@ from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Limit
 from openrlhf.cluster import engine_pool
 from openrlhf.cluster.engine_pool import RESTARTS, EnginePool
-from openrlhf.config.ppo import (
-    EvalConfig,
-    PPOConfig,
-    RolloutConfig,
-    VllmConfig,
-)
+from openrlhf.config.ppo import EvalConfig, PPOConfig, RolloutConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.types import Prompt

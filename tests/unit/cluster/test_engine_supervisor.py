@@ -61,11 +61,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 @pytest.fixture
 def engines(cluster: Cluster) -> EngineSupervisor:
     return EngineSupervisor(
-        2,
-        create=cluster.create,
-        start=cluster.start,
-        lose=cluster.lost.append,
-        fail=cluster.failed.append,
+        2, create=cluster.create, start=cluster.start, lose=cluster.lost.append, fail=cluster.failed.append
     )
 
 

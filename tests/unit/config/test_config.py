@@ -14,14 +14,7 @@ from command_lines import problems_of
 
 from openrlhf.config import checks, ppo_checks, supervised_checks
 from openrlhf.config.checks import optimizer_ignored, sequence_parallel
-from openrlhf.config.commands import (
-    COMMANDS,
-    KD,
-    KTO,
-    PPO,
-    RM,
-    SFT,
-)
+from openrlhf.config.commands import COMMANDS, KD, KTO, PPO, RM, SFT
 from openrlhf.config.fields import flag_values, to_words
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig

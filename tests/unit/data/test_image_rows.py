@@ -242,10 +242,7 @@ def test_pairs_share_their_images(folder, tokenizer, column):
 BAD = {
     "missing file": ({"input": "x", "images": "no.png"}, "'images': no.png"),
     "outside": ({"input": "x", "images": ["../x.png"]}, "'images': ../x.png"),
-    "too many": (
-        {"input": "x", "images": ["square.png"] * 4},
-        "--data.max_images_per_prompt 3",
-    ),
+    "too many": ({"input": "x", "images": ["square.png"] * 4}, "--data.max_images_per_prompt 3"),
     "too few tags": ({"input": "<image>", "images": ["square.png"] * 2}, "1 image placeholders"),
     "no image": ({"input": "<image>x"}, "'images' has 0 images"),
     "token in the text": ({"input": "<|image_pad|>", "images": "square.png"}, "2 image placeholders"),

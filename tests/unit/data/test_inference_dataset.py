@@ -2,13 +2,7 @@ import pytest
 import torch
 from refusals import refused
 
-from openrlhf.data.inference import (
-    build_answers,
-    build_questions,
-    fingerprint,
-    iteration,
-    with_suffix,
-)
+from openrlhf.data.inference import build_answers, build_questions, fingerprint, iteration, with_suffix
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode

@@ -96,14 +96,7 @@ def test_rows_without_common_prefixes_are_those_without_sharing() -> None:
     dataset = stored(*([i] * length for i, length in enumerate((5, 9, 17, 3, 8, 12, 4), start=1)))
     for options in ({"max_tokens": 20}, {"micro_batch_size": 2}):
         mini_batches = MiniBatches(
-            dataset,
-            COLLATE,
-            batch_size=7,
-            data_rank=0,
-            data_size=1,
-            seed=0,
-            shuffle=False,
-            **options,
+            dataset, COLLATE, batch_size=7, data_rank=0, data_size=1, seed=0, shuffle=False, **options
         )
         assert rows_of(dataset, **options) == [next(mini_batches.items(0))]
 

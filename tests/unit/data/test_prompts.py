@@ -344,12 +344,7 @@ def test_tasks_are_the_datasets_of_a_list_or_the_sources_of_rows(model_folder, t
     ("tasks", "changes", "flag", "told"),
     [
         ({"mth.temperature": 0.5}, {}, "--tasks.mth", "there are math, chat, open_code, held_out"),
-        (
-            QUOTAS | {"held_out.quota": 1},
-            {},
-            "--tasks.held_out",
-            "there are math, chat, open_code",
-        ),
+        (QUOTAS | {"held_out.quota": 1}, {}, "--tasks.held_out", "there are math, chat, open_code"),
         (
             {"math.quota": 4, "chat.quota": 2},
             {},

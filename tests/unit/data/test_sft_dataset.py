@@ -382,10 +382,7 @@ BAD = {
     "missing": ({"input": "u"}, "'output' is missing"),
     "number": ({"input": "u", "output": 3}, "'output' is a number"),
     "a string in a list": ({"input": ["u"], "output": "a"}, "message 1"),
-    "no assistant": (
-        {"input": "u", "output": [{"role": "user", "content": "x"}]},
-        "role 'user'",
-    ),
+    "no assistant": ({"input": "u", "output": [{"role": "user", "content": "x"}]}, "role 'user'"),
 }
 
 

@@ -511,7 +511,7 @@ def test_a_signal_ends_a_loop_after_its_step_with_a_checkpoint(start, tmp_path, 
             steps.append(run.step)
     assert ended.value.code == 75 and steps == [1, 2]
     assert sorted(path.name for path in (tmp_path / "ckpt" / "_actor").glob("global*")) == [
-        *("global_step2", "global_step3"),
+        *("global_step2", "global_step3")
     ]
     assert "stopped after step 3; the last checkpoint is" in capfd.readouterr().err
     again = start(**flags)

@@ -27,11 +27,7 @@ from records import batch_of, record_of, trajectory
 from refusals import refused
 
 from openrlhf.checkpoint.folder import UNFINISHED
-from openrlhf.config.ppo import (
-    Failure,
-    KLConfig,
-    PPOConfig,
-)
+from openrlhf.config.ppo import Failure, KLConfig, PPOConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.loop.rl import PPOTrainer

@@ -112,12 +112,7 @@ AGAIN = 10**6 * (3 * 300 * 2 + 4 * 100)
             (2.5e9, 1e9 + 2 * 100 * 2**20, 3e9, 1e6 * LAYER + AGAIN),
         ),
         ({"zero_stage": 1}, False, H100, (2e9, 2e9, 3e9, 1e7 * LAYER + HEAD_ON_GPU)),
-        (
-            {"zero_stage": 2, "adam_offload": True},
-            True,
-            H100,
-            (2e9, 2e9, 0, 1e7 * 200 + 1e6 * LAYER + AGAIN),
-        ),
+        ({"zero_stage": 2, "adam_offload": True}, True, H100, (2e9, 2e9, 0, 1e7 * 200 + 1e6 * LAYER + AGAIN)),
     ],
 )
 def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expected: tuple) -> None:

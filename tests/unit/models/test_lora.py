@@ -574,10 +574,7 @@ FOUR_BITS = "--ds.load_in_4bit --ds.lora.rank 8"
 @pytest.mark.parametrize("command", [SFT, RM, DPO], ids=lambda command: command.name)
 @pytest.mark.parametrize(
     ("flags", "code"),
-    [
-        ("--ds.load_in_4bit", ErrorCode.CONFLICT),
-        (f"{FOUR_BITS} --ds.zero_stage 3", ErrorCode.UNSUPPORTED),
-    ],
+    [("--ds.load_in_4bit", ErrorCode.CONFLICT), (f"{FOUR_BITS} --ds.zero_stage 3", ErrorCode.UNSUPPORTED)],
 )
 def test_four_bits_that_cannot_train(command, flags: str, code: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):

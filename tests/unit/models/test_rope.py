@@ -45,10 +45,7 @@ LONG = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 MODELS = {
     "phi3, longrope": hf.Phi3Config(
-        **SHAPE,
-        max_position_embeddings=128,
-        original_max_position_embeddings=ORIGINAL,
-        rope_parameters=LONG,
+        **SHAPE, max_position_embeddings=128, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG
     ),
     "llama, dynamic": hf.LlamaConfig(**SHAPE, max_position_embeddings=ORIGINAL, rope_parameters=DYNAMIC),
     "gemma3, dynamic": hf.Gemma3TextConfig(

@@ -16,15 +16,7 @@ import transformers as hf
 from architectures import ALL, tiny_config
 from refusals import refused
 from test_policy import SHAPE
-from test_sequence_parallel import (
-    NORM,
-    OBJECTIVES,
-    PPO,
-    ROUNDING,
-    experiences,
-    language_model,
-    scorer,
-)
+from test_sequence_parallel import NORM, OBJECTIVES, PPO, ROUNDING, experiences, language_model, scorer
 from torch import Tensor
 
 from openrlhf.algorithms.logprobs import (
@@ -350,11 +342,7 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     [
         (hf.GPT2Config(n_embd=32, n_head=4), 2, "transformers has no plan for its architecture"),
         (tiny_config("apertus"), 2, "its activation has weights of its own"),
-        (
-            hf.MixtralConfig(**EVEN),
-            2,
-            "transformers' plan for model.layers.0.mlp.experts is moe_tp_experts,",
-        ),
+        (hf.MixtralConfig(**EVEN), 2, "transformers' plan for model.layers.0.mlp.experts is moe_tp_experts,"),
         (hf.LlamaConfig(**EVEN), 3, "its 4 attention heads"),
         (hf.LlamaConfig(**SHAPE), 4, "its 2 heads of keys"),
         (

@@ -239,11 +239,7 @@ def test_hooks_are_called_in_their_order() -> None:
     [
         ("nothing", ErrorCode.INVALID_VALUE, "name a class as folder/file.py:NAME"),
         ("{folder}/none.py:Hook", ErrorCode.USER_CODE, "there is no file"),
-        (
-            "{folder}/hook.py:Other",
-            ErrorCode.USER_CODE,
-            "must be a subclass of openrlhf.observability.hooks",
-        ),
+        ("{folder}/hook.py:Other", ErrorCode.USER_CODE, "must be a subclass of openrlhf.observability.hooks"),
         ("{folder}/hook.py:Missing", ErrorCode.USER_CODE, "has no Missing. It has Mine, Other"),
     ],
 )

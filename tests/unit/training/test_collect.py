@@ -325,10 +325,7 @@ def test_rewards_that_always_fail_stop_a_filtered_run_after_one_batch(at_a_time,
 def test_one_prompt_that_fails_does_not_stop_a_filtered_run():
     """The failed prompt is all of the first portion."""
     world = World(
-        lambda epoch, prompt: (0.0, 1.0) if prompt else (None, None),
-        num_prompts=5,
-        at_a_time=1,
-        filters=True,
+        lambda epoch, prompt: (0.0, 1.0) if prompt else (None, None), num_prompts=5, at_a_time=1, filters=True
     )
     (step,) = world.run()
     assert prompts_of(step) == [1, 2, 3, 4]

@@ -372,10 +372,7 @@ def test_an_engine_is_built_as_the_flags_say(monkeypatch, folder, enabled, beta)
     monkeypatch.setattr(PolicyWorker, "join", lambda self, address, port: made.update(place=(address, port)))
     config = config_of(folder)
     train = replace(
-        config.train,
-        enable_ema=enabled,
-        ema_beta=0.5,
-        on_nonfinite="skip_step" if enabled else "stop",
+        config.train, enable_ema=enabled, ema_beta=0.5, on_nonfinite="skip_step" if enabled else "stop"
     )
     actor = replace(config.actor, gradient_checkpointing_reentrant=enabled)
     config = replace(config, train=train, actor=actor)
