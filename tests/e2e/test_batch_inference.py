@@ -55,9 +55,7 @@ ALL_KEYS = [(prompt, sample) for prompt in range(NUM_PROMPTS) for sample in rang
 
 
 @pytest.fixture(scope="module")
-def one_engine(
-    cpu_engines: None, task: TaskFiles, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def one_engine(cpu_engines, task, tmp_path_factory) -> Iterator[None]:
     """Lets every run of generate_vllm in this file use the engine that the first one starts."""
     argv = flags(task, tmp_path_factory.mktemp("engine") / "x.jsonl", VLLM)
     config = parse(BATCH_INFERENCE, argv).config

@@ -218,9 +218,7 @@ def check_command(name: str, found: dict[str, Any], seen: dict, seen_metrics: di
 
 
 @pytest.fixture
-def on_mesh(
-    task: TaskFiles, run_worker: Callable, commands: dict, seen: dict, seen_metrics: dict
-) -> Callable[[Ranks, list, str], None]:
+def on_mesh(task, run_worker, commands, seen, seen_metrics) -> Callable[[Ranks, list, str], None]:
     """Returns a function that runs each (objective, mode, stage) on a mesh, in one group of processes, and
     compares it with one rank."""
 
