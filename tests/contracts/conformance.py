@@ -56,15 +56,7 @@ from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.reference import Reference
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import (
-    ExperienceRow,
-    Metrics,
-    PackedRow,
-    PairRow,
-    PromptGroup,
-    StepsRow,
-    UnpairedRow,
-)
+from openrlhf.types import ExperienceRow, Metrics, PackedRow, PairRow, PromptGroup, StepsRow, UnpairedRow
 
 ResultT = TypeVar("ResultT")
 RowT = TypeVar("RowT", bound=Row)
@@ -98,9 +90,7 @@ def frozen_model(model: DeepSpeedFrozen | TorchFrozen) -> FrozenModel:
     return model
 
 
-def row(
-    made: PackedRow | ExperienceRow | PairRow | UnpairedRow | StepsRow,
-) -> Row:
+def row(made: PackedRow | ExperienceRow | PairRow | UnpairedRow | StepsRow) -> Row:
     return made
 
 
@@ -112,9 +102,7 @@ def experience_objective(objective: PolicyObjective | CriticObjective) -> Object
     return objective
 
 
-def packed_objective(
-    objective: SFTObjective | PTXObjective | DistillationObjective,
-) -> Objective[PackedRow]:
+def packed_objective(objective: SFTObjective | PTXObjective | DistillationObjective) -> Objective[PackedRow]:
     return objective
 
 
@@ -186,9 +174,7 @@ def tools(server: McpServer) -> ToolServer:
     return server
 
 
-def reward(
-    source: RewardFunction | RemoteReward | NoReward,
-) -> Callable[[str, str, Any], Awaitable[Reward]]:
+def reward(source: RewardFunction | RemoteReward | NoReward) -> Callable[[str, str, Any], Awaitable[Reward]]:
     return source
 
 

@@ -1,8 +1,10 @@
 """Mistakes of users, through the commands as they are run: every mistake ends at once with exit code 2 and
 names the flag or file, the value and the remedy, before any model is loaded."""
 
+import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,13 +89,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "empty": folder / "empty",
         "broken": folder / "broken.jsonl",
         "nothing": folder / "nothing.jsonl",
+        "lonely_reward": folder / "lonely_reward.py",
+        "misspelt": folder / "trian.jsonl",
+        "other": folder / "eval.jsonl",
     }
     made["data"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     made["reward"].write_text("def reward_func(queries, prompts, labels): return [1.0]\n")
     made["no_reward"].write_text("def judge(queries, prompts, labels): return [1.0]\n")
     made["broken_reward"].write_text("x = 1\ndef reward_func(queries, prompts, labels) return [1.0]\n")
     made["broken"].write_text('{"question": "1 + 1?"}\n{"question": 1 +\n')
+    made["lonely_reward"].write_text("import math\nimport no_such_package\n")
     made["nothing"].write_text("")
+    made["other"].write_text('{"prompt": "1 + 1?"}\n')
     made["empty"].mkdir()
     shutil.copytree(made["model"], made["finished"])
     return {name: str(path) for name, path in made.items()}
@@ -153,28 +160,29 @@ FIRST_COLUMN = dict.fromkeys(COMMANDS, "--data.input_key") | {
     "rm": "--data.prompt_key",
     "dpo": "--data.prompt_key",
 }
+FUNCTION = "--reward.remote_url"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_that_is_not_there(refused, files, command):
-    wrong = files["model"] + "s"
-    text = refused(command, MODEL[command], wrong)
-    assert places(text) == [(ErrorCode.NOT_FOUND, f"{MODEL[command]} {wrong}")] and ": model" in text
+def mistakes():
+    """Yields a command and a row of the table of mistakes, for each command of each row. A place that is not
+    given is the flags; {MODEL} and the like are names of flags, {model} and the like those of files."""
+    table = (Path(__file__).parent / "mistakes.tsv").read_text().splitlines()
+    lines = [line for line in table if not line.startswith("#")]
+    for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""):
+        for command in COMMANDS if row["commands"] == "all" else row["commands"].split():
+            marks = [pytest.mark.processes] if row["mark"] else []
+            yield pytest.param(command, row, id=f"{command} {row['flags']}", marks=marks)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_with_a_model(refused, files, command):
-    """A finished model is not overwritten silently."""
-    (error,) = printed(refused(command, "--ckpt.output_dir", files["finished"]))
-    assert (error.code, error.place) == (ErrorCode.NOT_WRITABLE, f"--ckpt.output_dir {files['finished']}")
-    assert "--ckpt.load_enable" in error.text and "--ckpt.overwrite" in error.text
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_without_a_model(refused, files, command):
-    text = refused(command, MODEL[command], files["empty"])
-    (refusal,) = printed(text)
-    assert (refusal.code, refusal.place) == (ErrorCode.INVALID_MODEL, f"{MODEL[command]} {files['empty']}")
+@pytest.mark.parametrize(("command", "row"), mistakes())
+def test_a_mistake_is_named_with_its_place_and_remedy(refused, files, command, row):
+    names = {"MODEL": MODEL[command], "DATASET": DATASET[command], "COLUMN": FIRST_COLUMN[command]}
+    names |= files | {"column": "steps" if command == "prm" else "question"}
+    flags, place, words = (row[name].format(**names) for name in ("flags", "place", "words"))
+    changes = shlex.split(flags)
+    (error,) = printed(refused(command, *changes))
+    assert (error.code, error.place) == (row["code"], place or " ".join(changes))
+    assert [word for word in words.split(" | ") if word not in error.text] == []
 
 
 def changed_model(files, folder, name: str, **values) -> str:
@@ -217,38 +225,6 @@ def test_a_generation_config_that_no_export_could_have(refused, files, tmp_path_
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_dataset_that_is_not_there(refused, files, command):
-    wrong = files["data"].replace("train", "trian")
-    text = refused(command, DATASET[command], wrong)
-    assert places(text) == [(ErrorCode.NOT_FOUND, f"{DATASET[command]} {wrong}")] and "train.jsonl" in text
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_line_that_is_not_json(refused, files, command):
-    text = refused(command, DATASET[command], files["broken"])
-    assert says(text, ErrorCode.INVALID_ROW, f"{DATASET[command]} {files['broken']}:2")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_dataset_without_rows(refused, files, command):
-    text = refused(command, DATASET[command], files["nothing"])
-    assert says(text, ErrorCode.UNREADABLE, f"{DATASET[command]} {files['nothing']}", "empty")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_without_data(refused, files, command):
-    text = refused(command, DATASET[command], files["empty"])
-    assert says(text, ErrorCode.NOT_FOUND, f"{DATASET[command]} {files['empty']}", ".jsonl")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_column_that_the_dataset_does_not_have(refused, files, command):
-    text = refused(command, FIRST_COLUMN[command], "questions")
-    place, words = f"{FIRST_COLUMN[command]} questions", (files["data"], "question, answer", "question?")
-    assert says(text, ErrorCode.MISSING_COLUMN, place, *words)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
 def test_columns_are_looked_at_before_models(refused, files, command):
     both = 2 if command == "ppo" else 1  # RL lists the problems of all files at once
     flags = (FIRST_COLUMN[command], "questions", MODEL[command], files["empty"])
@@ -264,131 +240,10 @@ def test_columns_are_looked_at_without_transformers():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "flag"),
-    [
-        ("sft", "--data.output_key"),
-        ("rm", "--data.chosen_key"),
-        ("prm", "--data.label_key"),
-        ("dpo", "--data.rejected_key"),
-        ("kto", "--data.label_key"),
-        ("kd", "--data.output_key"),
-        ("ppo", "--data.label_key"),
-    ],
-)
-def test_a_missing_column_is_refused(refused, files, command, flag):
-    text = refused(command, flag, "solution")
-    assert says(text, ErrorCode.MISSING_COLUMN, f"{flag} solution", files["data"], "question, answer")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_columns_of_the_evaluation_set(refused, files, tmp_path_factory, command):
-    other = tmp_path_factory.mktemp("other") / "eval.jsonl"
-    other.write_text('{"prompt": "1 + 1?"}\n')
-    text = refused(command, "--eval.dataset", str(other), "--eval.steps", "1", "--eval.split", "train")
-    column = "steps" if command == "prm" else "question"
-    assert says(text, ErrorCode.MISSING_COLUMN, f"{FIRST_COLUMN[command]} {column}", str(other), "prompt")
-
-
-def test_a_reward_file_without_the_function(refused, files):
-    text = refused("ppo", "--reward.remote_url", files["no_reward"])
-    place, definition = (
-        f"--reward.remote_url {files['no_reward']}",
-        "def reward_func(queries, prompts, labels)",
-    )
-    assert says(text, ErrorCode.USER_CODE, place, "judge", definition)
-
-
-def test_a_reward_file_with_an_error_of_syntax(refused, files):
-    text = refused("ppo", "--reward.remote_url", files["broken_reward"])
-    place = f"--reward.remote_url {files['broken_reward']}"
-    assert says(text, ErrorCode.USER_CODE, place, "line 2", "SyntaxError")
-
-
-def test_a_reward_file_that_cannot_be_imported(refused, tmp_path_factory):
-    path = tmp_path_factory.mktemp("reward") / "reward.py"
-    path.write_text("import math\nimport no_such_package\n")
-    text = refused("ppo", "--reward.remote_url", str(path))
-    place = f"--reward.remote_url {path}"
-    assert says(text, ErrorCode.USER_CODE, place, "line 2", "ModuleNotFoundError")
-
-
-def test_a_reward_file_that_is_not_there(refused, files):
-    wrong = files["reward"].replace("reward.py", "rewards.py")
-    text = refused("ppo", "--reward.remote_url", wrong)
-    assert places(text) == [(ErrorCode.NOT_FOUND, f"--reward.remote_url {wrong}")] and "reward.py" in text
-
-
-@pytest.mark.processes
-def test_a_module_that_is_not_there(refused):
-    reward, agent = "--reward.remote_url", "--train.agent_func_path"
-    for flag, others in ((reward, ()), (agent, (reward, "None"))):
-        text = refused("ppo", flag, "no_such.module:judge", *others)
-        words = "'no_such'", "PYTHONPATH", "folder/file.py:judge"
-        assert says(text, ErrorCode.USER_CODE, f"{flag} no_such.module:judge", *words)
-
-
-@pytest.mark.processes
-def test_a_name_that_a_module_has_not(refused, files):
-    text = refused("ppo", "--reward.remote_url", f"{files['no_reward']}:grade")
-    assert says(text, ErrorCode.USER_CODE, f"--reward.remote_url {files['no_reward']}:grade", "grade")
-    flags = ("--train.agent_func_path", "openrlhf.environments.gym:Gym", "--reward.remote_url", "None")
-    text = refused("ppo", *flags)
-    place = "--train.agent_func_path openrlhf.environments.gym:Gym"
-    assert says(text, ErrorCode.USER_CODE, place, "no class Gym")
-
-
-@pytest.mark.parametrize("command", ["sft", "ppo"])
-@pytest.mark.parametrize(
-    ("name", "code", "word"),
-    [
-        ("wandbb", ErrorCode.INVALID_VALUE, "tensorboard, trackio, wandb"),
-        ("tracker.py:Mine", ErrorCode.NOT_FOUND, "tracker.py"),
-        ("openrlhf.observability.observer:Mine", ErrorCode.USER_CODE, "Observer"),
-    ],
-)
-def test_a_tracker_that_is_none(refused, command, name, code, word):
-    assert says(refused(command, "--logger.trackers", name), code, f"--logger.trackers {name}", word)
-
-
-def test_an_option_that_no_tracker_has(refused):
-    flags = ("--logger.trackers", "tensorboard", "--logger.tracker_options", "folder=x")
-    text = refused("sft", *flags)
-    assert places(text) == [(ErrorCode.UNKNOWN_FLAG, "--logger.tracker_options folder=x")]
-
-
-def test_no_source_of_rewards(refused):
-    text = refused("ppo", "--reward.remote_url", "None")
-    assert places(text) == [(ErrorCode.MISSING_FLAG, "--reward.remote_url")]
-    assert "reward_func" in text and "--reward.model_name_or_path" in text
-
-
-def test_a_batch_that_does_not_divide_the_samples(refused):
-    text = refused("ppo", "--train.batch_size", "10")
-    assert places(text) == [(ErrorCode.CONFLICT, "--train.batch_size 10")]
-    assert "16 samples" in text and "8 or 16" in text
-
-
 def test_a_batch_that_does_not_divide_among_ranks(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     text = refused("sft", "--train.batch_size", "16", "--train.micro_batch_size", "1")
     assert places(text) == [(ErrorCode.CONFLICT, "--train.batch_size 16")] and "15 or 18" in text
-
-
-def test_a_batch_that_does_not_fill_rows(refused):
-    text = refused("sft", "--train.batch_size", "10", "--train.micro_batch_size", "4")
-    assert places(text) == [(ErrorCode.CONFLICT, "--train.batch_size 10")] and "8 or 12" in text
-
-
-def test_no_room_for_a_prompt(refused):
-    text = refused("ppo", "--rollout.max_new_tokens", "512")
-    assert places(text) == [(ErrorCode.CONFLICT, "--rollout.max_new_tokens 512")]
-    assert "data.max_len 512" in text
-
-
-def test_a_model_that_reads_less(refused):
-    text = refused("ppo", "--data.max_len", "4096")
-    assert says(text, ErrorCode.TOO_LONG, "--data.max_len 4096", "512 tokens")
 
 
 @pytest.mark.processes  # asks vLLM, whose import takes seconds
@@ -420,12 +275,6 @@ def test_a_head_size_that_vllm_has_no_kernel_for(files, tmp_path, capsys, main, 
     assert stop.value.code == 2
     assert (refusal.code, refusal.place) == (ErrorCode.UNSUPPORTED, f"--model.model_name_or_path {folder}")
     assert "size 8" in refusal.text and "32, 64, " in refusal.text
-
-
-def test_a_flag_that_does_not_exist(refused):
-    text = refused("ppo", "--actor.adam.learning_rate", "1e-3")
-    assert places(text) == [(ErrorCode.UNKNOWN_FLAG, "--actor.adam.learning_rate")]
-    assert "--actor.adam.lr" in text
 
 
 def test_all_flags_at_once(refused, files):
@@ -484,14 +333,7 @@ def test_more_ranks_than_the_cluster_has():
     from openrlhf.config.parse import parse
 
     here = str(Path(__file__).parent)
-    flags = [
-        "--actor.model_name_or_path",
-        here,
-        "--data.prompt_dataset",
-        here,
-        "--reward.remote_url",
-        __file__,
-    ]
+    flags = ["--actor.model_name_or_path", here, "--data.prompt_dataset", here, FUNCTION, __file__]
     config = parse(COMMAND, [*flags, *PPO, "--actor.num_gpus_per_node", "8"]).config
     (problem,) = resource_problems(config, [{"CPU": 2.0}])
     assert (problem.code, problem.value) == (ErrorCode.RESOURCES, "= 8") and "at most 2" in problem.text
@@ -532,11 +374,6 @@ def test_another_model_that_does_not_fit(refused, files, stranger, command, flag
     assert says(text, ErrorCode.INVALID_MODEL, f"{flag} {stranger}", "369 tokens")
 
 
-def test_no_teacher(refused):
-    text = refused("kd", "--teacher.model_name_or_path", "")
-    assert places(text) == [(ErrorCode.MISSING_FLAG, "--teacher.model_name_or_path")]
-
-
 # ---- rows of the wrong kind
 
 
@@ -557,6 +394,7 @@ def with_rows(tmp_path_factory: pytest.TempPathFactory):
 
 BAD_ROWS = [
     ("rm", {"answer": None}, ("'answer'", "null")),
+    ("rm --model.margin_loss_enable", {"margin": "much"}, ("'margin'", "'much' (text)")),
     ("dpo", {"wrong": 3}, ("'wrong'", "a number")),
     ("dpo", {"wrong": [{"role": "user", "content": "2"}]}, ("assistant",)),
     ("kto", {"good": "yes"}, ("'good'", "'yes' (text)")),
@@ -573,9 +411,24 @@ BAD_ROWS = [
 @pytest.mark.parametrize(("command", "columns", "words"), BAD_ROWS)
 def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, words):
     path = with_rows(columns, columns)
-    (error,) = printed(refused(command, "--data.dataset", path, before_processes=False))
+    (error,) = printed(refused(*command.split(), "--data.dataset", path, before_processes=False))
     assert error.code is ErrorCode.INVALID_ROW and error.place.endswith(f"{path}:1")
     assert all(word in error.text for word in (*words, "--data.bad_rows skip"))
+
+
+@pytest.mark.parametrize(
+    ("command", "rows", "place", "words"),
+    [
+        ("kto", ({}, {"good": "yes"}), "--data.label_key good", ("{path}:1", "{path}:2")),
+        ("prm", ({}, {"judged": [0.5]}), "--data.label_key judged", ("{path}:1", "{path}:2")),
+        ("kto", ({"question": "2 + 2?"}, {"question": "2 + 2?"}), "--data.input_key question", ("2 rows",)),
+    ],
+    ids=["a column of two types", "labels of two kinds", "one prompt for all answers"],
+)
+def test_rows_that_do_not_go_together(refused, with_rows, command, rows, place, words):
+    path = with_rows(*rows)
+    text = refused(command, "--data.dataset", path, before_processes=False)
+    assert says(text, ErrorCode.INVALID_ROW, place, *(word.format(path=path) for word in words))
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "ppo"])
@@ -606,45 +459,3 @@ def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, module, 
     with pytest.raises(UsageError, match=rf"1 of 2 .* {short} \({flag}\)") as error:
         check_lengths(built, [65, 64], "--data.dataset")
     assert error.value.code is ErrorCode.TOO_LONG
-
-
-def test_a_margin_that_is_no_number(refused, with_rows):
-    margin = ("--model.margin_loss_enable", "--data.dataset")
-    text = refused("rm", *margin, with_rows({"margin": "much"}), before_processes=False)
-    (error,) = printed(text)
-    assert error.code is ErrorCode.INVALID_ROW and "'margin'" in error.text and "'much' (text)" in error.text
-
-
-def test_a_column_of_two_types(refused, with_rows):
-    path = with_rows({}, {"good": "yes"})
-    text = refused("kto", "--data.dataset", path, before_processes=False)
-    assert says(text, ErrorCode.INVALID_ROW, "--data.label_key good", f"{path}:1", f"{path}:2")
-
-
-def test_labels_of_two_kinds(refused, with_rows):
-    path = with_rows({}, {"judged": [0.5]})
-    text = refused("prm", "--data.dataset", path, before_processes=False)
-    assert says(text, ErrorCode.INVALID_ROW, "--data.label_key judged", f"{path}:1", f"{path}:2")
-
-
-def test_one_prompt_for_all_answers(refused, with_rows):
-    one = {"question": "2 + 2?"}
-    text = refused("kto", "--data.dataset", with_rows(one, one), before_processes=False)
-    assert says(text, ErrorCode.INVALID_ROW, "--data.input_key question", "2 rows")
-
-
-def test_reward_tokens_that_are_none(refused):
-    """All tokens that do not exist are named, before rows are read."""
-    text = refused("prm", "--data.reward_tokens", "two words", "-", "no")
-    place = "--data.reward_tokens two words - no"
-    assert says(text, ErrorCode.INVALID_VALUE, place, "'two words' has 8", "'no' has 2")
-
-
-def test_no_placeholder_token(refused):
-    text = refused("prm", "--data.placeholder_token", "")
-    assert places(text) == [(ErrorCode.MISSING_FLAG, "--data.placeholder_token")]
-
-
-def test_a_single_reward_token(refused):
-    text = refused("prm", "--data.reward_tokens", "+")
-    assert places(text) == [(ErrorCode.INVALID_VALUE, "--data.reward_tokens +")]

@@ -103,9 +103,7 @@ def files_of(page: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "words", "doc"), commands(), ids=[name for name, *_ in commands()])
-def test_command_is_understood(
-    name: str, words: list[str], doc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_is_understood(name, words, doc, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = files_of(doc)
     named = [name for word in words for name in word.partition(":")[0].split(",")]
@@ -251,9 +249,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-def test_plans_are_those_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_are_those_of_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(RUN)
     shown = re.findall(

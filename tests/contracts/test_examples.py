@@ -146,9 +146,7 @@ def make_outputs(config) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_nothing_is_wrong(
-    script: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_wrong(script, run, monkeypatch, capsys):
     check(run(script.name), monkeypatch, capsys)
 
 
@@ -184,9 +182,7 @@ def test_names_of_older_versions_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", names_of_today())
-def test_an_older_name_maps_to_a_script_of_today(
-    name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_older_name_maps_to_a_script_of_today(name, run, monkeypatch, capsys):
     words = names_of_today()[name]
     variables = dict(word.split("=", 1) for word in takewhile(re.compile("[A-Z]+=").match, words))
     script, *flags = words[len(variables) :]
@@ -233,9 +229,7 @@ def test_rejection_sampling_goes_on_from_its_last_model(run: Run, capsys: pytest
     assert len(steps) == 6
 
 
-def test_conditional_sft_asks_for_the_scores_that_it_learned(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conditional_sft_asks_for_the_scores_that_it_learned(run, capsys):
     score, train, generate = values(run("train_conditional.sh"), capsys)
     assert (score["post_processor"], score["reward.normalize_enable"]) == ("csft", True)
     assert score["output_path"] == train["data.dataset"]

@@ -40,9 +40,7 @@ def test_stages_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> No
         assert inspect.signature(work).bind(None, **stage.options), name
 
 
-def test_a_stage_without_its_model_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_stage_without_its_model_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     inside, stage = (importlib.import_module(f"gpukit.{name}") for name in ("inside", "stage"))
     monkeypatch.setattr(inside, "ROOT", tmp_path)

@@ -19,7 +19,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.word_problem import boxed_answer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-WORKERS = Path(__file__).parent / "workers"
+WORKER = Path(__file__).parent / "run_worker.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +51,7 @@ def run_worker(tmp_path: Path) -> Callable[..., list[dict]]:
         out = tmp_path / f"{name}-{num_ranks}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         spec = json.dumps({"out": str(out), **arguments})
-        run_ranks([str(WORKERS / f"{name}.py"), spec], num_ranks, log=out / "log")
+        run_ranks([str(WORKER), name, spec], num_ranks, log=out / "log")
         return [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
 
     return run

@@ -28,9 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
         ("agent_mcp.py", "no number", 1, "--train.max_turns 3 --rollout.step_timeout 60"),
     ],
 )
-def test_every_kind_of_agent(
-    task: TaskFiles, tmp_path: Path, file: str, label: str, turns: int, flags: str
-) -> None:
+def test_every_kind_of_agent(task, tmp_path, file, label, turns, flags):
     command = ["openrlhf.cli.main", "agent", "try", str(EXAMPLES / file), "--model", str(task.model)]
     command += ["--prompt", "Tom has 3 apples.", "--label", label, *flags.split()]
     run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
@@ -69,9 +67,7 @@ PROBLEM = next(gym_rows("reasoning_gym:leg_counting?size=1&seed=1&max_animals=4"
     ],
     ids=lambda value: value.partition(" ")[0][:20],
 )
-def test_every_example_of_an_environment(
-    task: TaskFiles, tmp_path: Path, name: str, prompt: str, label: str
-) -> None:
+def test_every_example_of_an_environment(task, tmp_path, name, prompt, label):
     command = [
         "openrlhf.cli.main",
         "agent",

@@ -55,9 +55,7 @@ ALL_KEYS = [(prompt, sample) for prompt in range(NUM_PROMPTS) for sample in rang
 
 
 @pytest.fixture(scope="module")
-def one_engine(
-    cpu_engines: None, task: TaskFiles, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def one_engine(cpu_engines, task, tmp_path_factory) -> Iterator[None]:
     """Lets every run of generate_vllm in this file use the engine that the first one starts."""
     argv = flags(task, tmp_path_factory.mktemp("engine") / "x.jsonl", VLLM)
     config = parse(BATCH_INFERENCE, argv).config
@@ -73,9 +71,7 @@ def one_engine(
 VLLM = "--task generate_vllm --rollout.n_samples_per_prompt 2 --vllm.max_num_seqs 7"
 
 
-def test_a_run_that_was_killed_ends_as_one_that_was_not(
-    task: TaskFiles, tmp_path: Path, one_engine, capsys
-) -> None:
+def test_a_run_that_was_killed_ends_as_one_that_was_not(task, tmp_path, one_engine, capsys):
     argv = flags(task, tmp_path / "whole.jsonl", VLLM)
     whole = infer(argv)
     assert keys(whole) == ALL_KEYS

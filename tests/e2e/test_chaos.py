@@ -67,9 +67,7 @@ def test_a_disturbed_job_ends_as_one_that_was_left_alone(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [8, pytest.param(SAVES, marks=slow, id="many")])
 @pytest.mark.parametrize("backend", ["deepspeed", pytest.param("torch", marks=slow)])
-def test_a_full_disk_costs_no_checkpoint_and_no_model(
-    task: TaskFiles, run_worker: Callable, record_property: Callable, backend: str, count: int
-) -> None:
+def test_a_full_disk_costs_no_checkpoint_and_no_model(task, run_worker, record_property, backend, count):
     flags = (
         f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
         "--data.apply_chat_template --data.max_samples 24 --data.max_len 96 --train.batch_size 4 "

@@ -1,7 +1,6 @@
 """The exported average equals that of plain PyTorch at every ZeRO stage. After a resume it is the same bit
 for bit; on another number of ranks it is the same up to rounding."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -86,9 +85,7 @@ def check_close(found: Weights, expected: Weights, case: dict) -> None:
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)])
-def test_the_average_is_exported_and_kept(
-    task: TaskFiles, run_worker: Callable, tmp_path: Path, samples: list[Sample], expected, cases: list[dict]
-) -> None:
+def test_the_average_is_exported_and_kept(task, run_worker, tmp_path, samples, expected, cases):
     torch.save([(s.token_ids, s.action_mask) for s in samples], tmp_path / "samples.pt")
     run = partial(
         run_worker,

@@ -135,9 +135,7 @@ def titled(process: psutil.Process, title: str) -> bool:
         ),
     ],
 )
-def test_a_run_that_loses_a_process(
-    task: TaskFiles, tmp_path: Path, title: str, name: str, flags: str
-) -> None:
+def test_a_run_that_loses_a_process(task, tmp_path, title, name, flags):
     code, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, kill(title))
     assert code == 1
     *what, log, where, _ = err[err.index("error: ") :].splitlines()
@@ -161,9 +159,7 @@ def test_a_run_that_loses_a_process(
         ("transformers", ("gcs_server", "ray::PolicyWorker")),
     ],
 )
-def test_a_run_whose_ray_loses_its_head(
-    task: TaskFiles, tmp_path: Path, engine: str, killed: tuple[str, ...]
-) -> None:
+def test_a_run_whose_ray_loses_its_head(task, tmp_path, engine, killed):
     """It ends within half a minute, before Ray does, and no process is left. The head is the cause that is
     told, also if another process died."""
     command = rl(task, tmp_path, f"--actor.num_gpus_per_node 1 --rollout.engine {engine}")
@@ -196,9 +192,7 @@ def test_a_run_whose_own_process_is_killed_leaves_none(task: TaskFiles, tmp_path
     ids=["python-alone", "python", "torchrun"],
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_supervised_run_that_is_told_to_end(
-    task: TaskFiles, tmp_path: Path, launcher: str, flags: str, number: int
-) -> None:
+def test_a_supervised_run_that_is_told_to_end(task, tmp_path, launcher, flags, number):
     """One rank reports it; torchrun adds lines and exit codes of its own."""
     command = (
         f"{launcher} -m openrlhf.cli.train_sft --model.model_name_or_path {task.model} "

@@ -1,8 +1,5 @@
 """`--eval.eval_only` builds what sampling needs: the policy without optimizer states, and no other model."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from test_rl import COMMON, tokens_of, train
 
@@ -10,7 +7,6 @@ from openrlhf.cluster.roles import Roles
 from openrlhf.loop import rl_command
 from openrlhf.observability.journal import read_journal
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.tasks.prepare import TaskFiles
 
 BACKENDS = {
     "torch": [(3, "bf16"), (3, "fp32")],
@@ -21,9 +17,7 @@ BACKENDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_are_loaded_without_the_states_of_the_optimizer(
-    task: TaskFiles, run_worker: Callable[..., list[dict]], backend: str
-) -> None:
+def test_weights_are_loaded_without_the_states_of_the_optimizer(task, run_worker, backend):
     jobs = [{"backend": backend, "stage": stage, "dtype": dtype} for stage, dtype in BACKENDS[backend]]
     for reports in run_worker("weights_alone", 2, model=str(task.model), jobs=jobs):
         for job, report in zip(jobs, reports, strict=True):
@@ -42,9 +36,7 @@ def test_weights_are_loaded_without_the_states_of_the_optimizer(
         "--train.backend torch --train.colocate_all",
     ],
 )
-def test_an_evaluation_alone_samples_as_the_run_that_trained(
-    task: TaskFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_an_evaluation_alone_samples_as_the_run_that_trained(task, tmp_path, monkeypatch, place):
     """Greedy answers by the weights of the checkpoint. The critic and the reference, which the run had, are
     not built."""
     started: list[Roles] = []

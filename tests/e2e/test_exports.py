@@ -3,7 +3,6 @@ and generation_config.json is that of the model which was trained."""
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,7 @@ SAMPLE = [
         pytest.param(torch.bfloat16, CASES, id="all of a base in bf16", marks=pytest.mark.slow),
     ],
 )
-def test_weights_and_configurations_agree(
-    run_worker: Callable, tmp_path: Path, base: torch.dtype, cases: list[dict]
-) -> None:
+def test_weights_and_configurations_agree(run_worker, tmp_path, base, cases):
     folder = tiny_chat_model(tmp_path / "model", seed=0)
     hf.AutoModelForCausalLM.from_pretrained(folder, dtype=base).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(LAW))

@@ -7,7 +7,6 @@ import pytest
 from test_rl import COMMON, train
 
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.tasks.prepare import TaskFiles
 
 pytestmark = pytest.mark.usefixtures("running_ray")
 FLAGS = (
@@ -39,15 +38,7 @@ ADAPTERS = "--ds.lora.rank 4 --ds.lora.alpha 8 --vllm.lora_sync adapter"
         ),
     ],
 )
-def test_a_fault_that_checksums_do_not_see(
-    task: TaskFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    flags: str,
-    steps: int,
-    told: str,
-) -> None:
+def test_a_fault_that_checksums_do_not_see(task, tmp_path, monkeypatch, fault, flags, steps, told):
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the fault is sent as a function
     agent = tmp_path / "agent.py"
     agent.write_text(Path(__file__).with_name("faulty_agent.py").read_text().replace('"FAULT"', f'"{fault}"'))

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from processes import run_ranks
 from transformers import AutoModelForCausalLM
 
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.tasks.prepare import TaskFiles
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +26,7 @@ def first_half() -> dict[str, float]:
         "--train.backend torch",
     ],
 )
-def test_a_fork_continues_with_its_own_settings(
-    task: TaskFiles, tmp_path: Path, layout: str, first_half: dict[str, float]
-) -> None:
+def test_a_fork_continues_with_its_own_settings(task, tmp_path, layout, first_half):
     """Without a difference it equals the other run bit for bit. With other settings of AdamW, its first loss
     is the same, and its first step that of these settings, in every layout."""
 

@@ -1,21 +1,17 @@
 """A critic starts from a language model and a new head, which is the same on every rank and at every ZeRO
 stage."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from openrlhf.models.scorer import load_scorer
-from openrlhf.tasks.prepare import TaskFiles
 
 SEED, HEAD, STAGES = 7, "value_head", [0, 2, 3]
 
 
-def test_a_seed_makes_the_same_head_on_every_rank_and_at_every_stage(
-    task: TaskFiles, run_worker: Callable
-) -> None:
+def test_a_seed_makes_the_same_head_on_every_rank_and_at_every_stage(task, run_worker):
     expected = {dtype: plain_head(task.model, dtype) for dtype in ("fp32", "bf16")}
     reports = run_worker("fresh_head", 2, model=str(task.model), seed=SEED, head=HEAD, stages=STAGES)
     for report in reports:

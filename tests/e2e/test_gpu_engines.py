@@ -16,7 +16,7 @@ from openrlhf.backends.vllm.engine import engine_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cpu_engines")]
 STANDIN = Path(__file__).parents[1] / "standins" / "gpu_engines"
-WORKERS = Path(__file__).parent / "workers"
+WORKER = Path(__file__).parent / "run_worker.py"
 ON_CPU = EngineOptions(model="", dtype="fp32", max_len=256, seed=0, transfer_backend="gloo", on_gpu=False)
 
 
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Callable[..., dict]:
             "ASYNCHRONOUS_SCHEDULING": "1" if is_asynchronous else "",
         }
         spec = json.dumps({"out": str(out), "model": model, **arguments})
-        command = [sys.executable, str(WORKERS / f"{name}.py"), spec]
+        command = [sys.executable, str(WORKER), name, spec]
         with (out / "log").open("wb") as log:
             code = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=500).returncode
         assert code == 0, (out / "log").read_text()[-4000:]

@@ -28,13 +28,7 @@ LIMIT = 30
     ],
     ids=["core-samples", "actor", "core-syncs"],
 )
-def test_an_engine_that_hangs_is_replaced(
-    task: TaskFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-    variables: dict[str, str],
-) -> None:
+def test_an_engine_that_hangs_is_replaced(task, tmp_path, monkeypatch, capfd, variables):
     """The run samples the same tokens as without it."""
     flags = f"{FLAGS} --train.max_steps 3 --vllm.num_engines 1 --rollout.engine_timeout {LIMIT}"
     calls = tmp_path / "calls"
@@ -75,9 +69,7 @@ def test_a_rank_that_hangs_ends_the_run_with_all_stacks(task: TaskFiles, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_engines")
-def test_a_rank_that_hangs_while_models_load_ends_the_run_with_its_stack(
-    task: TaskFiles, tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_while_models_load_ends_the_run_with_its_stack(task, tmp_path):
     """It answers, so nothing but the work of the processes tells that no one goes on."""
     done = in_own_process(
         f"{rl(task, tmp_path, '--actor.num_gpus_per_node 1 --rollout.engine transformers')} "
@@ -116,9 +108,5 @@ def in_own_process(command: str, **variables: str) -> subprocess.CompletedProces
     """Runs a command that joins no cluster."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
-        shlex.split(command),
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=900,
+        shlex.split(command), env=environment | variables, capture_output=True, text=True, timeout=900
     )

@@ -150,9 +150,7 @@ def test_sub_agents_are_segments(example: Any, tmp_path: Path, harness: str) -> 
     assert harness == "codex" or len(found) == 2
 
 
-def test_what_is_sampled_is_what_is_trained_on(
-    harness: str, example: Any, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_sampled_is_what_is_trained_on(harness, example, tmp_path, model, monkeypatch):
     """Sampled by an engine; `play_sampled` compares all tokens."""
     monkeypatch.setattr(ShellUser, "left", ShellUser.calls)
     monkeypatch.setattr(ShellUser, "shell", SHELLS[harness])

@@ -4,7 +4,6 @@ where a row holds several of them, and for each where it holds one."""
 
 from collections.abc import Callable
 from itertools import cycle, product
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -96,18 +95,12 @@ def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float
     for parameter, gradient in found.items():
         assert expected[parameter].abs().max() > 1e-4, (name, parameter)
         torch.testing.assert_close(
-            gradient,
-            expected[parameter],
-            atol=atol,
-            rtol=1e-5,
-            msg=lambda m, p=parameter: f"{name} {p}: {m}",
+            gradient, expected[parameter], atol=atol, rtol=1e-5, msg=lambda m, p=parameter: f"{name} {p}: {m}"
         )
 
 
 @pytest.mark.parametrize(("backend", "num_ranks", "stage", "layouts"), WHOLE)
-def test_gradient_does_not_depend_on_layout(
-    task: TaskFiles, run_worker: Callable, seen: dict, backend: str, num_ranks: int, stage: int, layouts: str
-) -> None:
+def test_gradient_does_not_depend_on_layout(task, run_worker, seen, backend, num_ranks, stage, layouts):
     options = {"backend": backend, "stage": stage, "layouts": layouts, "attention": "auto"}
     reports = run_worker("gradients", num_ranks, model=str(task.model), **options)
     for name, path in reports[0].items():
@@ -160,9 +153,7 @@ def test_common_prefixes_with_adapters_and_layers_that_are_computed_again(
         pytest.param("torch", 2, 3, marks=slow),
     ],
 )
-def test_models_that_read_one_sequence_at_a_time(
-    run_worker: Callable, seen: dict, tmp_path: Path, backend: str, num_ranks: int, stage: int
-) -> None:
+def test_models_that_read_one_sequence_at_a_time(run_worker, seen, tmp_path, backend, num_ranks, stage):
     """Ranks have rows of different numbers of sequences, and gather weights for each sequence."""
     config = tiny_config("stablelm")
     config.vocab_size = 300  # the worker draws its samples from this vocabulary
@@ -227,9 +218,7 @@ def check_command(name: str, found: dict[str, Any], seen: dict, seen_metrics: di
 
 
 @pytest.fixture
-def on_mesh(
-    task: TaskFiles, run_worker: Callable, commands: dict, seen: dict, seen_metrics: dict
-) -> Callable[[Ranks, list, str], None]:
+def on_mesh(task, run_worker, commands, seen, seen_metrics) -> Callable[[Ranks, list, str], None]:
     """Returns a function that runs each (objective, mode, stage) on a mesh, in one group of processes, and
     compares it with one rank."""
 

@@ -2,7 +2,6 @@
 resume."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,14 +98,7 @@ def dense_gradients(base: Path, samples: list[Sample]) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_adapters_at_every_stage(
-    whole_blocks: TaskFiles,
-    run_worker: Callable,
-    tmp_path: Path,
-    samples: list[Sample],
-    seen: dict,
-    num_ranks: int,
-) -> None:
+def test_adapters_at_every_stage(whole_blocks, run_worker, tmp_path, samples, seen, num_ranks):
     model = whole_blocks.model
     torch.save([(s.token_ids, s.action_mask) for s in samples], tmp_path / "samples.pt")
     cases = CASES[num_ranks]

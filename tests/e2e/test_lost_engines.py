@@ -45,15 +45,7 @@ def sampled(folder: Path) -> Sampled:
     ],
     ids=["one", "two-async", "cores", "vllm"],
 )
-def test_a_run_that_loses_engines(
-    task: TaskFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-    engines: str,
-    victim: str,
-    flags: str,
-) -> None:
+def test_a_run_that_loses_engines(task, tmp_path, monkeypatch, capfd, engines, victim, flags):
     monkeypatch.setenv("OPENRLHF_TEST_VICTIM", victim)
     check_lossy_run(task, tmp_path, monkeypatch, capfd, f"{engines} {flags}", (4, 20))
 
@@ -63,14 +55,7 @@ def test_a_run_that_loses_engines(
     "flags", ["", "--train.async_enable --train.async_queue_size 1"], ids=["sync", "async"]
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_twenty_deaths(
-    task: TaskFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-    seed: int,
-    flags: str,
-) -> None:
+def test_twenty_deaths(task, tmp_path, monkeypatch, capfd, seed, flags):
     """Five in each run: an engine that dies more often in ten minutes ends the run."""
     engine = f"--rollout.engine transformers --vllm.num_engines 1 --train.seed {seed}"
     check_lossy_run(task, tmp_path, monkeypatch, capfd, f"{engine} {flags}", (3, 9, 15, 21, 27))

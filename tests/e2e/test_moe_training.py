@@ -53,9 +53,7 @@ def sft(task: TaskFiles, model: Path, folder: Path, ranks: int, flags: str) -> d
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", pytest.param("torch", marks=pytest.mark.slow)])
-def test_a_mixture_of_experts_learns_and_balances(
-    task: TaskFiles, model: Path, tmp_path: Path, backend: str
-) -> None:
+def test_a_mixture_of_experts_learns_and_balances(task, model, tmp_path, backend):
     """With one sequence in each row the balance loss depends on neither ranks nor sharding."""
     balanced = f"--model.aux_loss_coef {COEF}"
     one = sft(task, model, tmp_path / "one", 1, f"--ds.zero_stage 0 {balanced}")
@@ -72,9 +70,7 @@ def test_a_mixture_of_experts_learns_and_balances(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["deepspeed", "torch"])
-def test_frozen_routers_stay_as_they_are_through_a_resume(
-    task: TaskFiles, model: Path, tmp_path: Path, backend: str
-) -> None:
+def test_frozen_routers_stay_as_they_are_through_a_resume(task, model, tmp_path, backend):
     """On two ranks that shard the weights. A run that resumes from step 8 ends with the bits of one that does
     not stop."""
     flags = f"--model.freeze_moe_router --train.backend {backend} --ds.zero_stage 3 --ckpt.save_steps 4"
@@ -128,9 +124,7 @@ def hybrid(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_model_that_reads_one_by_one_learns_alike_in_every_layout(
-    task: TaskFiles, hybrid: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_reads_one_by_one_learns_alike_in_every_layout(task, hybrid, tmp_path):
     """Ranks whose rows have different numbers of sequences gather the weights equally often. One note says
     so."""
     alone = sft(task, hybrid, tmp_path / "alone", 1, "--ds.zero_stage 0")

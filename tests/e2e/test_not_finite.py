@@ -4,7 +4,6 @@ agree."""
 import re
 from collections.abc import Callable
 from math import isfinite
-from pathlib import Path
 
 import pytest
 
@@ -58,9 +57,7 @@ def test_not_finite(task: TaskFiles, run_worker: Callable, num_ranks: int, cases
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["step.weights:nan@3", "step.loss:nan@3"])
-def test_a_run_saves_only_finite_weights(
-    task: TaskFiles, openrlhf: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_run_saves_only_finite_weights(task, openrlhf, tmp_path, monkeypatch, fault):
     command = (
         f"sft --model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
         f"--data.max_samples 32 --train.batch_size 4 --train.micro_batch_size 4 --ds.param_dtype fp32 "

@@ -3,14 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
-
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_hour.ipynb"
 
 
-def test_its_reader_sees_the_reward_rise(
-    knowing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_reader_sees_the_reward_rise(knowing, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL", str(knowing.chat))
     names: dict = {}

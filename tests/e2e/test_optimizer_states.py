@@ -77,9 +77,7 @@ def test_the_optimizer_of_each_configuration(task: TaskFiles, run_worker: Callab
         pytest.param(2, "bf16", False, "muon", marks=slow),
     ],
 )
-def test_what_sleeps_is_gone_and_comes_back_bit_for_bit(
-    task: TaskFiles, run_worker: Callable, num_ranks: int, dtype: str, offload: bool, optim: str
-) -> None:
+def test_what_sleeps_is_gone_and_comes_back_bit_for_bit(task, run_worker, num_ranks, dtype, offload, optim):
     common = {"param_dtype": dtype, "adam_offload": offload, "optim": optim}
     cases = [common | {"zero_stage": stage} for stage in (1, 2, 3)]
     reports = run_worker("optimizer_states", num_ranks, part="sleep", model=str(task.model), cases=cases)
@@ -99,9 +97,7 @@ def test_what_sleeps_is_gone_and_comes_back_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_configuration_makes_muons_updates_orthogonal(
-    task: TaskFiles, run_worker: Callable, num_ranks: int
-) -> None:
+def test_every_configuration_makes_muons_updates_orthogonal(task, run_worker, num_ranks):
     """Newton-Schulz brings the largest singular value near 1, times sqrt(rows / columns) where there are more
     rows; a plain gradient would have any size."""
     cases = [{"zero_stage": stage, "param_dtype": t} for stage in range(4) for t in ("bf16", "fp32")]

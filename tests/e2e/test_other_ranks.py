@@ -33,9 +33,7 @@ MUON = {*ADAM, "momentum_buffer"}
         pytest.param({"dtype": "bf16", "grad_accum_dtype": "fp32"}, (1, 3), ADAM, id="bf16 and fp32"),
     ],
 )
-def test_every_state_is_in_its_parameter(
-    task: TaskFiles, run_worker: Callable, tmp_path: Path, options: dict, stages: tuple, keys: set[str]
-) -> None:
+def test_every_state_is_in_its_parameter(task, run_worker, tmp_path, options, stages, keys):
     """Two ranks save at each stage; one rank loads, saves again at each stage, and then trains on."""
     run = lambda ranks, jobs: run_worker("resharding", ranks, model=str(task.model), jobs=jobs)[0]
     at = lambda stage, folder, **more: {"stage": stage, "save": f"{tmp_path}/{folder}", **options, **more}
@@ -62,9 +60,7 @@ def test_every_state_is_in_its_parameter(
         pytest.param({"optim": "muon"}, MUON, id="muon"),
     ],
 )
-def test_a_resume_on_as_many_ranks_is_the_continuation(
-    task: TaskFiles, run_worker: Callable, tmp_path: Path, options: dict, keys: set[str]
-) -> None:
+def test_a_resume_on_as_many_ranks_is_the_continuation(task, run_worker, tmp_path, options, keys):
     """It has the same losses, gradient norms and learning rates, to the last bit."""
     jobs = [
         {"stage": stage, "save": f"{tmp_path}/{name}{stage}", "until": 2, "then": 6, **options, **load}

@@ -161,9 +161,7 @@ def check_report(file: Path) -> None:
 
 @pytest.mark.usefixtures("cpu_engines")
 @pytest.mark.parametrize(("name", "dtype"), [("smollm2", "fp32"), ("gemma3-270m", "bf16")])
-def test_others_load_an_export(
-    pretrained: Callable, rows: Path, tmp_path: Path, run_worker: Callable, name: str, dtype: str
-) -> None:
+def test_others_load_an_export(pretrained, rows, tmp_path, run_worker, name, dtype):
     """transformers gives the exported model the trainer's last loss, and vLLM gives it transformers'
     log-probs."""
     base = pretrained(name)
@@ -248,10 +246,7 @@ def test_a_reward_model_is_served(pretrained: Callable, rows: Path, tmp_path: Pa
     for line in rows.read_text().splitlines()[:4]:
         row = json.loads(line)
         for answer in (row["chosen"], row["rejected"]):
-            messages = [
-                {"role": "user", "content": row["input"]},
-                {"role": "assistant", "content": answer},
-            ]
+            messages = [{"role": "user", "content": row["input"]}, {"role": "assistant", "content": answer}]
             queries.append(tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n"))
             batch = tokenizer(queries[-1], add_special_tokens=False, return_tensors="pt")
             with torch.no_grad():

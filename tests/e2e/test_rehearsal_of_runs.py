@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +105,7 @@ def data(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_kind_of_run(
-    name: str, data: dict[str, str], capsys: pytest.CaptureFixture[str], record_property: Callable
-) -> None:
+def test_every_kind_of_run(name, data, capsys, record_property):
     kind, cluster, *flags = VARIANTS[name].split()
     start = time.monotonic()
     code, found = rehearsed(f"{data[kind]} {' '.join(flags)}", capsys, cluster)

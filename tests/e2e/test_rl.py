@@ -319,9 +319,7 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path, backend: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["deepspeed", "torch"])
-def test_a_fork_continues_both_models_with_its_own_settings(
-    task: TaskFiles, tmp_path: Path, backend: str
-) -> None:
+def test_a_fork_continues_both_models_with_its_own_settings(task, tmp_path, backend):
     """Without a difference it samples and learns what the other run does. With half the learning rate, the
     same prompts are sampled by the same weights; other data begins at its first prompt."""
     flags = (
@@ -435,9 +433,7 @@ SAID = {
 
 
 @pytest.mark.slow
-def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
-    task: TaskFiles, tmp_path: Path
-) -> None:
+def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(task, tmp_path):
     """The function fails on one of 25 of the 1024 samples: it raises, hangs, dies or returns NaN."""
     reward = tmp_path / "faulty.py"
     reward.write_text(FAULTY_REWARD)

@@ -78,9 +78,7 @@ def test_the_verifier_raises_the_share_of_solved_problems(train, estimator: str)
 
 
 @pytest.mark.slow
-def test_a_reward_model_raises_the_share_of_solved_problems(
-    train, knowing, accuracy, reward_model: Path
-) -> None:
+def test_a_reward_model_raises_the_share_of_solved_problems(train, knowing, accuracy, reward_model):
     """The run never sees a label; it sums two copies of the reward model, with weights that add up to 1. It
     makes only four steps, because the policy would go on to exploit the model's mistakes."""
     before = accuracy(knowing.chat)

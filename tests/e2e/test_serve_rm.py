@@ -228,9 +228,7 @@ def test_a_body_that_is_too_large_is_refused(server: Server, chunked: bool) -> N
         (["x"], {"labels": []}, 422, "labels has 0 items, query has 1"),
     ],
 )
-def test_a_request_that_cannot_be_answered_is_told_why(
-    server: Server, queries: list, more: dict, status: int, reason: str
-) -> None:
+def test_a_request_that_cannot_be_answered_is_told_why(server, queries, more, status, reason):
     assert server.ask(queries, **more)[:2] == (status, {"error": reason})
 
 
@@ -309,9 +307,7 @@ def test_sigterm_answers_what_came_before(slow_model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("deaths", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_deaths_cost_no_answer(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
-) -> None:
+def test_deaths_cost_no_answer(model, tmp_path, monkeypatch, deaths):
     """The process is killed by `kill -9` in the middle of the work, again and again; every reward comes, and
     is right."""
     monkeypatch.setattr(remote_reward, "LONGEST_PAUSE", 0.5)

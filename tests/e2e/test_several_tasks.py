@@ -42,9 +42,7 @@ def steps_of(folder: Path, first: int = 1) -> list[list[Trajectory]]:
     return [read_journal(rollouts / f"step_{step:06d}.parquet") for step in range(first, 5)]
 
 
-def test_each_task_has_its_quota_reward_and_temperature_and_a_resumed_run_continues(
-    task: TaskFiles, tmp_path: Path
-) -> None:
+def test_each_task_has_its_quota_reward_and_temperature_and_a_resumed_run_continues(task, tmp_path):
     """Twelve prompts are sampled at a time, and the surplus waits. The log-probs of the sampler at 0.5 are
     those that training computes. The set `held_out` has a reward, and no step trains on it."""
     flags = f"{FLAGS} {two_tasks(task, tmp_path)} --tasks.held_out.reward {LETTERS} "
@@ -75,9 +73,7 @@ def test_each_task_has_its_quota_reward_and_temperature_and_a_resumed_run_contin
 @pytest.mark.parametrize(
     "how", ["", "--train.partial_rollout_enable", "--rollout.vllm_generate_batch_size 12"]
 )
-def test_a_resumed_asynchronous_run_continues_with_the_groups_of_each_quota(
-    task: TaskFiles, tmp_path: Path, how: str
-) -> None:
+def test_a_resumed_asynchronous_run_continues_with_the_groups_of_each_quota(task, tmp_path, how):
     """Sampling is a step ahead when the checkpoint is written. The groups in flight are sampled again, by
     newer weights, and belong to the steps that they would have belonged to. Each is trained on once."""
     flags = f"{FLAGS.replace('--data.curriculum difficulty', '')} {two_tasks(task, tmp_path)} {how} "

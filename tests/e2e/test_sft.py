@@ -57,9 +57,7 @@ def reference(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.mark.parametrize("launcher", ["console", "torchrun", "deepspeed"])
-def test_launchers_and_layouts_agree(
-    task: TaskFiles, tmp_path: Path, reference: tuple[Path, dict], launcher: str
-) -> None:
+def test_launchers_and_layouts_agree(task, tmp_path, reference, launcher):
     folder, expected = reference
     metrics = sft(task, tmp_path, launcher, LAYOUTS[launcher])
     assert list(metrics) == list(expected) == list(range(1, STEPS + 1))
@@ -86,9 +84,7 @@ def check_progress(printed: str) -> None:
     assert sum(int(steps or 1) for _, steps in lines) == STEPS
 
 
-def test_resume_continues_in_the_middle_of_an_epoch(
-    task: TaskFiles, tmp_path: Path, reference: tuple[Path, dict]
-) -> None:
+def test_resume_continues_in_the_middle_of_an_epoch(task, tmp_path, reference):
     """A run that saved after steps 3 and 6, was killed and resumed at 6 has the losses of the uninterrupted
     run."""
     folder, expected = reference

@@ -110,11 +110,7 @@ EVERY = [
     ("cases", "num_ranks", "mesh"),
     [
         (REPRESENTATIVE, 2, {"tensor": 2}),
-        *slow(
-            (EVERY, 2, {"tensor": 2}),
-            (EVERY, 4, {"tensor": 2}),
-            (EVERY, 4, {"tensor": 2, "sequence": 2}),
-        ),
+        *slow((EVERY, 2, {"tensor": 2}), (EVERY, 4, {"tensor": 2}), (EVERY, 4, {"tensor": 2, "sequence": 2})),
     ],
 )
 def test_two_steps(steps: Callable, cases: list, num_ranks: int, mesh: dict) -> None:

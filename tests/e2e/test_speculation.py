@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,9 +34,7 @@ def p_value(counts: Sequence[int], probabilities: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow)])
-def test_samples_of_speculative_decoding_follow_the_model(
-    task: TaskFiles, run_worker: Callable, cpu_engines: None, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_samples_of_speculative_decoding_follow_the_model(task, run_worker, cpu_engines, monkeypatch, method):
     """Compares first tokens and lengths of 2000 answers with the probabilities that the model itself has."""
     for name, value in engine_environment(options_of(str(task.model))).items():
         monkeypatch.setenv(name, value)

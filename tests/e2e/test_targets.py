@@ -79,9 +79,7 @@ def test_a_long_run_does_not_grow(task: TaskFiles, tmp_path: Path, record_proper
 
 
 @pytest.mark.timeout(3600)
-def test_a_resume_starts_as_soon_as_a_run_from_the_beginning(
-    task: TaskFiles, tmp_path: Path, record_property: Callable
-) -> None:
+def test_a_resume_starts_as_soon_as_a_run_from_the_beginning(task, tmp_path, record_property):
     """At most twice the seconds until the first step."""
     seconds = []
     for steps in (2, 4):

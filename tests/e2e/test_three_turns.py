@@ -1,11 +1,8 @@
 """An episode of three turns equals what plain transformers computes, token by token."""
 
-from collections.abc import Callable
 from itertools import groupby
 
 import pytest
-
-from openrlhf.tasks.prepare import TaskFiles
 
 PROMPT = "Tom has 3 apples. "
 
@@ -20,9 +17,7 @@ def segments(token_ids: list[int], mask: list[bool]) -> tuple[list[list[int]], l
 
 @pytest.mark.usefixtures("cpu_engines")
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_tokens_log_probs_and_gradients(
-    task: TaskFiles, run_worker: Callable[..., list[dict]], engine: str
-) -> None:
+def test_tokens_log_probs_and_gradients(task, run_worker, engine):
     """Log-probs are float32 by two programs: their logits are sums of a few hundred products. The gradient is
     that of the actions alone: feedback has no part in it."""
     (found,) = run_worker("three_turns", 1, model=str(task.model), prompt=PROMPT, engine=engine)

@@ -25,9 +25,7 @@ FLAGS = (
         "--rollout.top_p 0.9 --rollout.max_kept_tokens 2",
     ],
 )
-def test_the_trainer_has_the_distribution_that_was_sampled(
-    task: TaskFiles, tmp_path: Path, sampling: str
-) -> None:
+def test_the_trainer_has_the_distribution_that_was_sampled(task, tmp_path, sampling):
     metrics = train(task, tmp_path, f"{FLAGS} {sampling} --rollout.temperature 0.8")
     for step in (1, 2):
         assert metrics[step]["mismatch/abs_diff_max"] < 1e-4

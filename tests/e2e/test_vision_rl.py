@@ -94,9 +94,7 @@ def test_trainer_and_engine_see_the_same_pictures(pictures: PictureFiles, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_share_of_colours_that_are_right_rises(
-    pictures: PictureFiles, seeing: Path, tmp_path: Path
-) -> None:
+def test_the_share_of_colours_that_are_right_rises(pictures, seeing, tmp_path):
     metrics = train(
         pictures,
         seeing,
@@ -157,9 +155,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 @pytest.mark.slow
-def test_an_environment_shows_pictures_to_a_frozen_tower(
-    pictures: PictureFiles, seeing: Path, tmp_path: Path
-) -> None:
+def test_an_environment_shows_pictures_to_a_frozen_tower(pictures, seeing, tmp_path):
     """Two ranks share the weights, with two engines and a critic."""
     agent = tmp_path / "agent.py"
     agent.write_text(SHOWS_MORE)
@@ -188,9 +184,7 @@ def test_an_environment_shows_pictures_to_a_frozen_tower(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny_model", [tiny_gemma3, tiny_gemma4])
-def test_images_whose_tokens_see_each_other(
-    pictures: PictureFiles, tmp_path: Path, tiny_model: Callable[[Path], Path]
-) -> None:
+def test_images_whose_tokens_see_each_other(pictures, tmp_path, tiny_model):
     """Trainer and engine agree, also after updates of the tower and where the prompt is cached."""
     metrics = train(
         pictures,

@@ -82,9 +82,7 @@ disk: it routes Ernie's tokens without the experts' correction."""
     ("family", "dtype"),
     [*((f, "fp32") for f in FAMILIES if f not in OTHERWISE_ON_CPU), ("Qwen3", "bf16"), ("Qwen3Moe", "bf16")],
 )
-def test_vllm_computes_with_what_was_sent(
-    sync: Callable, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
-) -> None:
+def test_vllm_computes_with_what_was_sent(sync, monkeypatch, family, dtype):
     # vLLM patches transformers' own models in its process
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     verdicts = sync(family, dtype, [""])

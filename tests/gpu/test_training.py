@@ -58,11 +58,7 @@ def engine_of(folder: Path, lr: float = 1e-3, **ds: object) -> DeepSpeedEngine:
     )
 
 
-LAYOUTS = {
-    "one row": [[0, 1, 2]],
-    "two rows": [[2], [0, 1]],
-    "a row for each sequence": [[1], [0], [2]],
-}
+LAYOUTS = {"one row": [[0, 1, 2]], "two rows": [[2], [0, 1]], "a row for each sequence": [[1], [0], [2]]}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

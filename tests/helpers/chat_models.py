@@ -27,9 +27,7 @@ class Model:
 
 MODELS = {
     "llama3.1": Model(
-        eos="<|eot_id|>",
-        turn=("<|start_header_id|>", "<|end_header_id|>"),
-        bos="<|begin_of_text|>",
+        eos="<|eot_id|>", turn=("<|start_header_id|>", "<|end_header_id|>"), bos="<|begin_of_text|>"
     ),
     "qwen2.5": Model(eos="<|im_end|>", turn=("<|im_start|>",)),
     "qwen3": Model(eos="<|im_end|>", turn=("<|im_start|>", "<think>", "</think>")),

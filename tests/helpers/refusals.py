@@ -52,14 +52,18 @@ def changes(text: str) -> list[Changed]:
 
 
 @contextmanager
-def refused(code: ErrorCode, **expected: object) -> Iterator[pytest.ExceptionInfo[CodedError]]:
-    """Expects an error of this code inside, whose `flag`, `value` and `row` are those of `expected`."""
+def refused(
+    code: ErrorCode, *, told: str | tuple[str, ...] = (), **expected: object
+) -> Iterator[pytest.ExceptionInfo[CodedError]]:
+    """Expects an error of this code inside, whose text holds what is `told`, and whose `flag`, `value` and
+    `row` are those of `expected`."""
     with pytest.raises(CodedError) as raised:
         yield raised
     error = raised.value
     found = {name: getattr(error, name) for name in expected}
     wanted = {name: str(value) if name == "value" else value for name, value in expected.items()}
     assert (error.code, found) == (code, wanted), f"[{error.code}] {error}"
+    assert [words for words in ((told,) if isinstance(told, str) else told) if words not in error.text] == []
 
 
 _BROKEN = re.compile(

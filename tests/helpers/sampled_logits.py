@@ -9,12 +9,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only, apply_top_k_t
 
 from openrlhf.backends.vllm.requests import completions, vllm_params
 
-LOGITS = torch.tensor(
-    [
-        [0.0, 3.0, 2.0, 2.0, 1.0, *[-5.0] * 12],
-        [4.0, 3.0, 2.0, 1.0, 0.0, *[-9.0] * 12],
-    ]
-)
+LOGITS = torch.tensor([[0.0, 3.0, 2.0, 2.0, 1.0, *[-5.0] * 12], [4.0, 3.0, 2.0, 1.0, 0.0, *[-9.0] * 12]])
 
 
 class Sampled:

@@ -37,12 +37,7 @@ TEXT = {
     "initializer_range": 0.05,
     "bos_token_id": None,
 }
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIDE, PATCHES = 56, 4
 """Gemma 3's image size in pixels, and the number of tokens of an image."""
 

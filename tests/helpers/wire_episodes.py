@@ -81,13 +81,7 @@ def play_by_hand(
 
 
 def play_sampled(
-    name: str,
-    model: Path,
-    agent: Agent,
-    *,
-    parser: str | None = None,
-    samples: int = 1,
-    max_len: int = 512,
+    name: str, model: Path, agent: Agent, *, parser: str | None = None, samples: int = 1, max_len: int = 512
 ) -> list[Trajectory]:
     """Plays an agent with the answers that the engine `name` samples, and checks the tokens."""
 

@@ -23,8 +23,7 @@ def python(text: str, *packages: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("torch", "torchaudio", "found"),
-    [("cpu", "cuda", False), ("cpu", "cpu", True), ("cuda", "cuda", True)],
+    ("torch", "torchaudio", "found"), [("cpu", "cuda", False), ("cpu", "cpu", True), ("cuda", "cuda", True)]
 )
 def test_a_build_that_cannot_be_loaded_is_as_if_it_were_not_there(tmp_path, torch, torchaudio, found) -> None:
     for name, build in {"torch": torch, "torchaudio": torchaudio}.items():

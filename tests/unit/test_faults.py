@@ -89,9 +89,7 @@ def test_every_point_is_visited() -> None:
     ],
 )
 @pytest.mark.parametrize("pointer", ["as it is", "missing"])
-def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch, point: str, expected: str, pointer: str
-) -> None:
+def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeypatch, point, expected, pointer):
     def run() -> CheckpointFolder:
         ckpt = CkptConfig(path=str(tmp_path), max_num=1)
         return CheckpointFolder(str(tmp_path / "_actor"), ckpt, [str(tmp_path / "_critic")])

@@ -53,9 +53,7 @@ def test_every_rank_is_once_in_a_mesh_and_once_in_its_groups_of_a_dimension(mesh
 
 
 @given(num_ranks=st.integers(1, 64), sequence=SIZES, tensor=SIZES)
-def test_a_mesh_leaves_fewer_ranks_over_than_one_more_copy_needs(
-    num_ranks: int, sequence: int, tensor: int
-) -> None:
+def test_a_mesh_leaves_fewer_ranks_over_than_one_more_copy_needs(num_ranks, sequence, tensor):
     mesh = Mesh.within(num_ranks, sequence=sequence, tensor=tensor)
     assert mesh.data == 1 or mesh.size <= num_ranks
     assert mesh.size + mesh.replica > num_ranks
@@ -68,10 +66,7 @@ class Dataset(list):
 def samples() -> Dataset:
     random = torch.Generator().manual_seed(0)
     return Dataset(
-        Sample(
-            token_ids=torch.randint(0, 10, (n,), generator=random),
-            action_mask=torch.arange(n) >= 1,
-        )
+        Sample(token_ids=torch.randint(0, 10, (n,), generator=random), action_mask=torch.arange(n) >= 1)
         for n in LENGTHS
     )
 

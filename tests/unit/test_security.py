@@ -96,9 +96,7 @@ def test_ranks_meet_at_one_address_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("address", "launcher"), [("some-host", None), ("127.0.0.1", "torchrun")], ids=["host name", "torchrun"]
 )
-def test_a_launchers_store_is_used(
-    monkeypatch: pytest.MonkeyPatch, address: str, launcher: str | None
-) -> None:
+def test_a_launchers_store_is_used(monkeypatch, address, launcher):
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -244,9 +242,7 @@ LOADERS: dict[str, Callable[[bytes], object]] = {
 
 @pytest.mark.parametrize("make", PICKLES.values(), ids=PICKLES)
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
-def test_a_hostile_file_runs_no_code_and_is_refused_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable, make: Callable[[], bytes]
-) -> None:
+def test_a_hostile_file_runs_no_code_and_is_refused_in_words(tmp_path, monkeypatch, load, make):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as told:
         load(make())
@@ -255,9 +251,7 @@ def test_a_hostile_file_runs_no_code_and_is_refused_in_words(
     assert len(told.value.text) < 600 and told.value.text.count("\n") < 3
 
 
-def test_a_checkpoint_that_declares_a_tensor_as_bytes_is_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_declares_a_tensor_as_bytes_is_damaged(tmp_path, monkeypatch):
     """torch.distributed.checkpoint unpickles bytes without limits."""
     monkeypatch.chdir(tmp_path)
     with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value="checkpoint/.metadata"):
@@ -292,9 +286,7 @@ OTHERS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("load", OTHERS.values(), ids=OTHERS)
-def test_code_beside_a_model_or_in_text_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable
-) -> None:
+def test_code_beside_a_model_or_in_text_is_not_run(tmp_path, monkeypatch, load):
     monkeypatch.chdir(tmp_path)
     written("model/evil.py", CODE)
     with suppress(UsageError, SystemExit, yaml.YAMLError):
@@ -302,9 +294,7 @@ def test_code_beside_a_model_or_in_text_is_not_run(
     assert not (tmp_path / "owned").exists()
 
 
-def test_log_probs_of_a_reference_run_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: Callable
-) -> None:
+def test_log_probs_of_a_reference_run_no_code(tmp_path, monkeypatch, threads):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCAL_RANK", "0")
     written("a.npy", saved_array(Evil()))
@@ -330,9 +320,7 @@ def test_the_key_of_a_tracker_can_stay_out_of_the_command(tmp_path: Path) -> Non
         read_key("@nothing")
 
 
-def test_a_users_url_and_a_key_are_refused_together(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_url_and_a_key_are_refused_together(monkeypatch, capsys):
     """A request carries one of them. Neither is in the message."""
     flags = "--actor.model_name_or_path org/model --data.prompt_dataset org/rows"
     argv = [*flags.split(), "--reward.remote_url", "http://user:MARKER@host/get_reward"]

@@ -90,9 +90,7 @@ def test_handlers_are_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_step_that_hangs_ends_the_process_with_its_stacks(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_a_step_that_hangs_ends_the_process_with_its_stacks(monkeypatch, capfd):
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     with stopping.limited(10, lambda: "rank 1"):

@@ -155,9 +155,7 @@ def test_a_chat_shows_what_the_model_wrote() -> None:
 def test_the_journal_holds_what_the_policy_wrote() -> None:
     prompt, response = split(LLAMA)
     t = trajectory(
-        text=PROMPT,
-        token_ids=prompt + response,
-        action_mask=[False] * len(prompt) + [True] * len(response),
+        text=PROMPT, token_ids=prompt + response, action_mask=[False] * len(prompt) + [True] * len(response)
     )
     assert decode_response(t, partial(decode, LLAMA)) == RESPONSE
 

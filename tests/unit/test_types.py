@@ -29,12 +29,7 @@ from openrlhf.types import (
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [
-        ([3, 3, 5, 3], [[3, 2], [5, 1], [3, 1]]),
-        ([0], [[0, 1]]),
-        ([-1, -1, 0], [[-1, 2], [0, 1]]),
-        ([], []),
-    ],
+    [([3, 3, 5, 3], [[3, 2], [5, 1], [3, 1]]), ([0], [[0, 1]]), ([-1, -1, 0], [[-1, 2], [0, 1]]), ([], [])],
 )
 def test_runs_by_hand(values, expected):
     found = runs(values)

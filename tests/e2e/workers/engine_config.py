@@ -1,9 +1,6 @@
 """vLLM's configuration for an engine's options on a GPU of 80 GB. No model is loaded."""
 
 import asyncio
-import json
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -45,16 +42,11 @@ def config_of(options: EngineOptions, free_fraction: float | None) -> Any:
             return made.args[0]
 
 
-def main(spec: dict) -> None:
+def main(spec: dict) -> dict:
     config = config_of(EngineOptions(**spec["options"]), spec["free_fraction"])
-    found = {
+    return {
         "head": str(config.model_config.head_dtype),
         "sequences": config.scheduler_config.max_num_seqs,
         "tokens": config.scheduler_config.max_num_batched_tokens,
         "memory": config.cache_config.gpu_memory_utilization,
     }
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,10 +1,5 @@
 """Contract of engines for vLLM's. One engine serves all checks; the check of new weights comes last."""
 
-import asyncio
-import json
-import sys
-from pathlib import Path
-
 from engine_contract import CHECKS, PASSED, Setting, with_engine
 
 
@@ -16,7 +11,6 @@ async def all_checks(setting: Setting) -> None:
         await check(setting)
 
 
-if __name__ == "__main__":
-    spec = json.loads(sys.argv[1])
-    asyncio.run(with_engine("vllm", spec["model"], all_checks))
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps([check.__name__ for check in CHECKS]))
+async def main(spec: dict) -> list[str]:
+    await with_engine("vllm", spec["model"], all_checks)
+    return [check.__name__ for check in CHECKS]

@@ -1,16 +1,13 @@
 """Exports a model by every backend, stage and precision, after a step; each kind into a folder of its own."""
 
-import json
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from openrlhf.backends.build import build_engine
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.files import exporting
 from openrlhf.models.backbone import RowModel
@@ -55,10 +52,7 @@ def export(model: str, folder: str, case: dict) -> None:
         engine.export(str(made))
 
 
-if __name__ == "__main__":
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     for number, case in enumerate(spec["cases"]):
         export(spec["model"], f"{spec['out']}/{number}", case)
-    Path(spec["out"], "rank0.json").write_text(json.dumps({"out": spec["out"]}))
-    leave_distributed()
+    return {"out": spec["out"]}

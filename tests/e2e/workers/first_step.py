@@ -1,14 +1,9 @@
 """First optimizer step of a model whose configuration asks for much dropout."""
 
-import json
-import sys
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
-from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.loop.supervised.reference import without_adapters
 from openrlhf.models.loading import load_causal_lm
@@ -72,13 +67,5 @@ def first_steps(spec: dict, case: dict) -> dict[str, Metrics]:
     return {"dpo": dpo, "ppo": engine.train_step([ExperienceRow.of(batch)], PolicyObjective())}
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
-    report = {name: first_steps(spec, case) for name, case in spec["cases"].items()}
-    Path(f"{spec['out']}/rank0.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+def on_rank(spec: dict) -> dict:
+    return {name: first_steps(spec, case) for name, case in spec["cases"].items()}

@@ -1,13 +1,9 @@
 """Critic of a plain language model at several ZeRO stages; reports the head that every rank starts from."""
 
-import json
-import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import seed_everything
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.models.scorer import load_scorer
 
@@ -31,18 +27,10 @@ def start(spec: dict, stage: int, dtype: str, folder: Path) -> dict:
     return {"head": head, "folder": str(folder)}
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
-    rank, out = dist.get_rank(), Path(spec["out"])
-    report = {
+def on_rank(spec: dict) -> dict:
+    out = Path(spec["out"])
+    return {
         f"stage {stage}, {dtype}": start(spec, stage, dtype, out / f"{stage}-{dtype}")
         for stage in spec["stages"]
         for dtype in ("fp32", "bf16")
     }
-    (out / f"rank{rank}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()

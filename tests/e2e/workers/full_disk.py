@@ -1,11 +1,9 @@
 """Saves checkpoints and models while the system refuses files above a random number of bytes, as a full disk
 does; reports what is left of each save."""
 
-import json
 import random
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,8 +36,7 @@ def error_within(num_bytes: int, call: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def main(spec: dict) -> dict:
     out, flags, rng = Path(spec["out"]), spec["flags"].split(), random.Random(spec["seed"])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     places = ["--ckpt.output_dir", f"{out}/model", "--ckpt.path", f"{out}/sound"]
@@ -71,9 +68,5 @@ def main() -> None:
                 "tag": checkpoints.find(),
             }
         )
-    (out / "rank0.json").write_text(json.dumps({"saves": report}))
     leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return {"saves": report}

@@ -1,8 +1,6 @@
 """Every weight in full from ranks that share them, compared with what was announced and what is exported."""
 
 import gc
-import json
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,7 +8,7 @@ from safetensors.torch import load_file
 
 from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.choices import BackendName
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
@@ -73,17 +71,11 @@ def examine_apart(path: str, backend: BackendName, bucket_bytes: int, folder: st
     return {"count": count, "wrong": sorted(wrong), "as announced": announced}
 
 
-def main(spec: dict) -> None:
+def on_rank(spec: dict) -> dict:
     """Reports for each model the number of tensors and the names of wrong ones; for the first model also with
     adapters."""
-    init_distributed()
     exported = f"{spec['out']}/exported"
     how = spec["backend"], spec["bucket_bytes"]
     results = {Path(path).name: examine(path, *how, exported) for path in spec["models"]}
     results["adapters"] = examine_apart(spec["models"][0], *how, f"{spec['out']}/adapter")
-    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return results

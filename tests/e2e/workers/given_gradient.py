@@ -1,10 +1,7 @@
 """Gradients of PPO's loss on ranks that share a model: by the objective, and as a function of the log-probs
 of the whole batch."""
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +9,7 @@ import torch.distributed as dist
 from workers.gradients import experiences, options_of, policy
 
 from openrlhf.backends.build import build_engine
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import AdamConfig, OptimConfig
 from openrlhf.tools.reference.policy import plain_policy_loss
@@ -39,9 +36,7 @@ def log_probs_of(engine, batch: Batch, mesh: ProcessMesh, mine: list[int]) -> np
     return batch.put_together([[i] for i in whole], list(whole.values()))
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     mesh = ProcessMesh.joined(sequence=spec.get("sequence", 1), tensor=spec.get("tensor", 1))
     batch = experiences()
     mine = list(range(mesh.data_rank, len(batch), mesh.data))
@@ -65,10 +60,4 @@ def main() -> None:
     engine.optim_step()
     norm = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
     error = sum(float((found[n] - g).double().square().sum()) for n, g in expected.items()) ** 0.5
-    report = {"norm": norm, "error": error / norm}
-    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return {"norm": norm, "error": error / norm}

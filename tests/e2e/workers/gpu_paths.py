@@ -3,10 +3,7 @@ answers by weights, beside other requests and alone, with one request aborted, a
 
 import asyncio
 import copy
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from sending import Client, Trainer, options_of, sync_under_way
@@ -104,7 +101,7 @@ def told(turn: Turn) -> dict:
     return {"tokens": turn.action_ids.tolist(), "log_probs": turn.log_probs.tolist(), "kept": kept}
 
 
-async def main(spec: dict) -> None:
+async def main(spec: dict) -> dict:
     torch.manual_seed(0)
     trainer = Adapted(spec["model"])
     trainer.learn()
@@ -148,8 +145,4 @@ async def main(spec: dict) -> None:
     found["new"] = error_of(trainer, turn, params, slice(count, None))
     found["old by new"] = error_of(trainer, turn, params, slice(count))
     engine.shutdown()
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    return found

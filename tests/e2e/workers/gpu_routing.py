@@ -3,10 +3,7 @@ model's routers; also for a request that a weight sync pauses."""
 
 import asyncio
 import copy
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,7 +30,7 @@ def read(output: Completions) -> list[int]:
     return [*PROMPT, *output.outputs[0].token_ids]
 
 
-async def main(spec: dict) -> None:
+async def main(spec: dict) -> dict:
     torch.manual_seed(0)
     trainer = Trainer(spec["model"], "fp32")
     top_k = trainer.policy.model.config.num_experts_per_tok
@@ -80,8 +77,4 @@ async def main(spec: dict) -> None:
     found["old"] = max(differences(before, read(output), log_probs)[:count])
     found["new"] = max(differences(trainer.policy, read(output), log_probs)[count:])
     engine.shutdown()
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    return found

@@ -1,9 +1,7 @@
 """Weights through vLLM's own senders and receivers for GPUs, with `cuda_on_cpu` in the place of CUDA; reports
 what arrived, where, and how."""
 
-import json
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.backends.vllm.gpu_transfers import shared_buffer_bytes
 from openrlhf.backends.vllm.weight_receiver import CheckedIPC, CheckedNCCL
 from openrlhf.backends.weight_sync.buckets import TensorMeta
@@ -102,12 +99,7 @@ def send(backend: str, trainer: Trainer, engines: list[Engine], port: int, times
     size = len(engines[0].workers) if engines else 1
     client = RayEngineClient(engines, size)
     sender = WeightSender(
-        trainer,
-        client,
-        backend=backend,
-        address="127.0.0.1",
-        port=port,
-        rank=dist.get_rank(),
+        trainer, client, backend=backend, address="127.0.0.1", port=port, rank=dist.get_rank()
     )
     for version in range(times):
         sender.send(version)
@@ -194,15 +186,9 @@ def nccl(spec: dict) -> dict:
     }
 
 
-def main(spec: dict) -> None:
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     ray.put, tempfile.tempdir = lambda x: x, spec["out"]
     found = {"ipc": ipc, "nccl": nccl}[spec["backend"]](spec)
-    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     for memory in Path(spec["out"]).glob(f"gpu{dist.get_rank()}-*"):
         memory.unlink()
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return found

@@ -1,11 +1,8 @@
 """Gradients of the SFT, actor and critic objectives for several layouts of the same samples, at one ZeRO
 stage."""
 
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Collection
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from openrlhf.backends.build import build_engine
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import ProcessMesh, seed_everything
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
@@ -159,9 +156,7 @@ def chosen(layouts: Collection[str], place: int, which: str) -> list[str]:
     return list(layouts) if which == "all" else [list(layouts)[place % len(layouts)]]
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     mesh = ProcessMesh.joined(sequence=spec.get("sequence", 1), tensor=spec.get("tensor", 1))
     report = {}
     wanted = {kind: OBJECTIVES[kind] for kind in spec.get("objectives", OBJECTIVES)}
@@ -172,9 +167,4 @@ def main() -> None:
             if dist.get_rank() == 0:
                 torch.save(found, path)
             report[f"{kind} {layout}"] = path
-    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,9 +1,7 @@
 """Damages copies of a run's checkpoints, and loads what a resume would choose of each copy into an engine."""
 
-import json
 import random
 import shutil
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,8 +46,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def main(spec: dict) -> dict:
     out, flags = Path(spec["out"]), spec["flags"].split()
     sound, copy = out / "sound", out / "copy"
     saving = ["--ckpt.output_dir", f"{out}/model", "--ckpt.path", str(sound), "--ckpt.save_steps", "2"]
@@ -93,9 +90,5 @@ def main() -> None:
         checkpoints.choose()
     except ValueError as error:
         refused = str(error)
-    (out / "rank0.json").write_text(json.dumps({"damages": report, "refused": refused, "names": names}))
     leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return {"damages": report, "refused": refused, "names": names}

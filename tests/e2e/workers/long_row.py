@@ -1,15 +1,13 @@
 """Memory of a step with one long row, as it was predicted and as it was."""
 
 import ctypes
-import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.peak_memory import peak, restart
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
@@ -26,9 +24,7 @@ def row_of(lengths: list[int]) -> PackedRow:
     return PackedRow.of([Sample(token_ids=x, action_mask=torch.arange(len(x)) > 0) for x in ids])
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     # Freed memory goes back to the system at once, so that resident memory is what the passes need.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
     ds = DeepSpeedConfig(param_dtype="fp32", ring_attn_size=dist.get_world_size(), **spec["ds"])
@@ -46,16 +42,10 @@ def main() -> None:
     said = engine.row_memory(len(row.token_ids))
     restart()
     metrics = engine.train_step([row], SFTObjective())
-    report = {"said": said.activations, "needed": peak() - before, "loss": metrics["sft/loss"]}
-    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    leave_distributed()
+    return {"said": said.activations, "needed": peak() - before, "loss": metrics["sft/loss"]}
 
 
 def resident() -> int:
     """Returns the resident memory of this process, bytes."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
-
-
-if __name__ == "__main__":
-    main()

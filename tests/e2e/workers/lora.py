@@ -1,7 +1,5 @@
 """Model with adapters at several ZeRO stages; reports gradients, the export and what a resumed run does."""
 
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from workers.gradients import fill_adapters
 
 from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine as build_engine_of
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import ProcessMesh, seed_everything
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.errors import UsageError
 from openrlhf.models.loading import load_causal_lm
@@ -32,11 +30,7 @@ def build_engine(spec: dict, case: dict) -> TrainEngine:
 
     def build() -> PolicyModel:
         model = load_causal_lm(
-            spec["model"],
-            flag="--model",
-            dtype=ds.param_dtype,
-            attention="auto",
-            in_4bit=ds.load_in_4bit,
+            spec["model"], flag="--model", dtype=ds.param_dtype, attention="auto", in_4bit=ds.load_in_4bit
         )
         prepare_for_training(model, ds)
         fill_adapters(model)
@@ -77,9 +71,7 @@ def log_probs(engine: TrainEngine, rows: list[PackedRow]) -> torch.Tensor:
     return torch.cat(engine.forward(rows, lambda model, row: model(row).log_probs))
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     samples = [Sample(token_ids=ids, action_mask=mask) for ids, mask in torch.load(spec["samples"])]
     everything = [PackedRow.of(samples)]
@@ -111,9 +103,4 @@ def main() -> None:
         if rank == 0:
             torch.save(found, folder / "found.pt")
         report[number] = {"losses": losses, "again": again, "folder": str(folder), "step": step}
-    Path(f"{spec['out']}/rank{rank}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,17 +1,14 @@
 """Gradients of objectives and supervised commands on one mesh, each at its ZeRO stage and with its mode of
 sharing rows."""
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from workers import gradients, supervised_gradients
 
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.distributed import ProcessMesh
 
 CHOSEN = {"all": slice(None), "last": slice(-1, None)}
 """Slices of the layouts; the last layout has all samples in one row."""
@@ -35,9 +32,7 @@ def of_command(spec: dict, command: str) -> Iterator[tuple[str, dict, dict[str, 
         yield layout, found, {"metrics": metrics}
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     mesh = ProcessMesh.joined(sequence=spec["sequence"], tensor=spec["tensor"])
     report = {}
     # While an engine of stage 3 lives, transformers loads every model in parts.
@@ -52,9 +47,4 @@ def main() -> None:
             if dist.get_rank() == 0:
                 torch.save(found, path)
             report[name] = {"gradients": path, **more}
-    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return report

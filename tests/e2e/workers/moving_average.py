@@ -2,15 +2,13 @@
 resumed in this process."""
 
 import gc
-import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import seed_everything
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
@@ -111,9 +109,7 @@ def load_without_average(spec: dict, case: dict, folder: Path) -> dict:
     return {"folder": str(folder)}
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     samples = [Sample(token_ids=ids, action_mask=mask) for ids, mask in torch.load(spec["samples"])]
     rows = [PackedRow.of(samples[rank::world])]
@@ -125,9 +121,4 @@ def main() -> None:
         save_without_average(spec, out / "without")
     if "ignored" in spec:
         report["ignored"] = load_without_average(spec, spec["ignored"], out / "ignored")
-    (out / f"rank{rank}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,7 +1,5 @@
 """NaN in each kind of tensor of a step on one of the ranks; reports what changed and what was refused."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf.backends.build import build_engine
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import ProcessMesh, seed_everything
 from openrlhf.backends.model_rank import MAX_SKIPPED, TrainedRank, held
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.errors import RunError
@@ -147,9 +145,6 @@ def inject(spec: dict, case: dict, folder: Path) -> dict:
     return found
 
 
-if __name__ == "__main__":
-    spec = json.loads(sys.argv[1])
-    init_distributed()
-    reports = [inject(spec, case, Path(spec["out"]) / f"case{i}") for i, case in enumerate(spec["cases"])]
-    Path(spec["out"], f"rank{dist.get_rank()}.json").write_text(json.dumps({"cases": reports}))
-    leave_distributed()
+def on_rank(spec: dict) -> dict:
+    out = Path(spec["out"])
+    return {"cases": [inject(spec, case, out / f"case{i}") for i, case in enumerate(spec["cases"])]}

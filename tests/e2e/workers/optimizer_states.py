@@ -2,8 +2,6 @@
 device, how gradients of micro-batches add up, and what a step asks of its device."""
 
 import gc
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openrlhf.backends.deepspeed import optimizer_state
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import seed_everything
 from openrlhf.config.choices import OptimizerName
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, MuonConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
@@ -308,16 +306,8 @@ PARTS = {
 }
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     OpBuilder.load = no_compiler
     optimizer_state.PIECE = 100_000  # each tensor takes several pieces
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks before it builds anything
-    report = {"cases": PARTS[spec["part"]](spec)}
-    (Path(spec["out"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return {"cases": PARTS[spec["part"]](spec)}

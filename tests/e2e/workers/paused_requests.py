@@ -3,9 +3,6 @@ travel from a transformers model in this process to a vLLM engine."""
 
 import asyncio
 import copy
-import json
-import sys
-from pathlib import Path
 
 import torch
 from sending import Client, Trainer, differences, options_of
@@ -32,7 +29,7 @@ def answer_of(output: Completions) -> tuple[list[int], list[float], list[list[in
     return [*PROMPT, *answer.token_ids], log_probs, versions
 
 
-async def main(spec: dict) -> None:
+async def main(spec: dict) -> dict:
     torch.manual_seed(0)
     trainer = Trainer(spec["model"], "fp32")
     options = options_of(spec["model"], enable_prefix_caching=True, keep_cache=spec["keep_cache"])
@@ -63,8 +60,4 @@ async def main(spec: dict) -> None:
         "cached": [output.num_cached_tokens for output in later],
     }
     engine.shutdown()
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    return found

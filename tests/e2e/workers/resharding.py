@@ -1,15 +1,12 @@
 """Parts of a training run, each of which may resume from a checkpoint that other ranks saved."""
 
 import gc
-import json
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.distributed import init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import seed_everything
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
@@ -76,13 +73,5 @@ def steps(engine: DeepSpeedEngine, begin: int, end: int) -> list[Metrics]:
     return [engine.train_step(of_step, SFTObjective()) for of_step in rows]
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
-    reports = [run(spec["model"], job) for job in spec["jobs"]]
-    Path(spec["out"], f"rank{dist.get_rank()}.json").write_text(json.dumps(reports))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+def on_rank(spec: dict) -> list[dict]:
+    return [run(spec["model"], job) for job in spec["jobs"]]

@@ -1,9 +1,7 @@
 """Supervised run without interruption, and the same one resumed in the middle of an epoch; reports what is
 refused."""
 
-import json
 import os
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -20,8 +18,7 @@ def sft(flags: str) -> None:
     run(lambda: SFTTask, parse(SFTTask.command, argv).config, argv)
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def main(spec: dict) -> dict:
     out, flags = Path(spec["out"]), f"{spec['flags']} --ckpt.path {spec['out']}/ckpt"
     sft(f"{flags} --ckpt.save_steps 2 --ckpt.output_dir {out}/whole --logger.run_dir {out}/whole/run")
     is_first = int(os.environ.get("RANK", 0)) == 0
@@ -47,9 +44,5 @@ def main() -> None:
         ]
         longer = read_metrics(out / "longer" / "run" / "metrics.jsonl")
         report["rates"] = {step: m["lr"] for step, m in longer.items()}
-    (out / f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))
     leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -2,9 +2,6 @@
 them loaded, and whether they compute with it together."""
 
 import asyncio
-import json
-import sys
-from pathlib import Path
 
 import torch
 from sending import Client, Trainer, differences, options_of
@@ -16,7 +13,7 @@ from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.backends.weight_sync.stored_weights import build_probe
 
 
-async def main(spec: dict) -> None:
+async def main(spec: dict) -> dict:
     torch.manual_seed(0)
     trainer = Trainer(spec["model"], "fp32")
     options = options_of(
@@ -36,8 +33,4 @@ async def main(spec: dict) -> None:
         trainer.learn()
     found["unwritten"] = await engine.unwritten_parameters()
     engine.shutdown()
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    return found

@@ -1,11 +1,8 @@
 """Samples of an engine with speculative decoding, and the model's own probabilities of the same tokens."""
 
 import asyncio
-import json
-import sys
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -45,7 +42,7 @@ def temperature_for(logits: torch.Tensor, token: int) -> float:
     return low
 
 
-async def main(spec: dict) -> None:
+async def main(spec: dict) -> dict:
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32).eval()
     token = favourite(model)
     temperature = temperature_for(logits_of(model, token, PROMPT_LENGTH)[-1], token)
@@ -81,8 +78,4 @@ async def main(spec: dict) -> None:
         "pieces": pieces,
     }
     engine.shutdown()
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    return found

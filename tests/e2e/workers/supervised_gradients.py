@@ -4,19 +4,15 @@ The layouts are those of `openrlhf verify`. The learning rate is 0, so that one 
 many times.
 """
 
-import json
 import shlex
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from workers.gradients import chosen
 
-from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.parse import parse
 from openrlhf.loop.supervised.dpo import DPOTask
 from openrlhf.loop.supervised.kd import DistillationTask
@@ -54,9 +50,7 @@ def results(run: SupervisedRun, layouts: Iterable[str] = LAYOUTS) -> Iterator[tu
         yield found.layout, found.gradients, metrics
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     report = {}
     for place, (name, flags) in enumerate(spec["commands"].items()):
         layout = f"--train.backend {spec['backend']} --ds.zero_stage {spec['stage']}"
@@ -66,9 +60,4 @@ def main() -> None:
             if dist.get_rank() == 0:
                 torch.save(gradients, path)
             report[f"{name}: {layout}"] = {"gradients": path, "metrics": metrics}
-    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return report

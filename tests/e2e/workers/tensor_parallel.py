@@ -1,16 +1,13 @@
 """Two optimizer steps of several models at several ZeRO stages, and the second step once more, resumed;
 reports what they compute and what is saved, exported and sent."""
 
-import json
-import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from workers.gradients import OBJECTIVES, experiences
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.tools.verify.layouts import step_with_gradients
 
@@ -81,18 +78,11 @@ def frozen(spec: dict, case: dict, mesh: ProcessMesh) -> list[list[float]]:
     return [a.tolist() for a in model.forward([make(experiences().select([0, 1, 2]))], read)]
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> dict:
     mesh = ProcessMesh.joined(sequence=spec.get("sequence", 1), tensor=spec.get("tensor", 1))
     report = {}
     for name, case in spec["cases"].items():
         folder = Path(spec["out"]) / name
         folder.mkdir(exist_ok=True)
         report[name] = run(spec, case, mesh, folder) | {"frozen": frozen(spec, case, mesh)}
-    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -4,8 +4,6 @@ import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import asyncio
-import json
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from itertools import chain
@@ -79,8 +77,7 @@ def of_the_row(path: str, trajectories: list[Trajectory], advantages: Tensor) ->
     return gradients(policy.model)
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def main(spec: dict) -> dict:
     trajectories = episodes(spec)
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
@@ -89,7 +86,7 @@ def main() -> None:
     advantages = torch.linspace(-1, 1, number)
     (-(advantages * torch.stack([*chain(*log_probs)])).sum() / number).backward()
     plain, packed = gradients(model), of_the_row(spec["model"], trajectories, advantages)
-    report = {
+    return {
         "masks": [t.action_mask.tolist() for t in trajectories],
         "token_ids": [t.token_ids.tolist() for t in trajectories],
         "read": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in read(spec["prompt"])],
@@ -99,13 +96,8 @@ def main() -> None:
         "gradients": {n: [float((g - packed[n]).norm()), float(g.norm())] for n, g in plain.items()},
         "same_parameters": plain.keys() == packed.keys(),
     }
-    (Path(spec["out"]) / "rank0.json").write_text(json.dumps(report))
 
 
 def read(prompt: str) -> list[str]:
     """Returns the texts that the policy reads before each of its answers."""
     return [prompt, FEEDBACK.format(1), FEEDBACK.format(2)]
-
-
-if __name__ == "__main__":
-    main()

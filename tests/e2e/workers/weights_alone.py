@@ -1,8 +1,6 @@
 """Loads the weights of checkpoints into models that do not learn, as an evaluation alone does."""
 
 import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch.distributed as dist
 
 from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine
-from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
+from openrlhf.backends.distributed import ProcessMesh, seed_everything
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -67,14 +65,6 @@ def run(path: str, job: dict, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    init_distributed()
+def on_rank(spec: dict) -> list[dict]:
     jobs = enumerate(spec["jobs"])
-    reports = [run(spec["model"], job, Path(spec["out"], str(number))) for number, job in jobs]
-    Path(spec["out"], f"rank{dist.get_rank()}.json").write_text(json.dumps(reports))
-    leave_distributed()
-
-
-if __name__ == "__main__":
-    main()
+    return [run(spec["model"], job, Path(spec["out"], str(number))) for number, job in jobs]

@@ -146,12 +146,9 @@ def retrying(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("scores", "expected"),
-    [((None, None), None), ((0.5, None), 0.5), ((0.5, 0.0), 0.0), ((None, 2.0), 2.0)],
+    ("scores", "expected"), [((None, None), None), ((0.5, None), 0.5), ((0.5, 0.0), 0.0), ((None, 2.0), 2.0)]
 )
-def test_the_last_known_score_is_that_of_the_episode(
-    scores: tuple[float | None, ...], expected: float | None
-) -> None:
+def test_the_last_known_score_is_that_of_the_episode(scores, expected):
     steps = [{"rewards": 0.5, "scores": score} for score in scores]
     found = base._result(steps, truncated=True)
     assert (found["reward"], found["scores"], found["turn_rewards"]) == (1.0, expected, [0.5, 0.5])
@@ -257,9 +254,7 @@ def test_steps_that_cannot_be_used(tmp_path: Path, step: str, text: str) -> None
         ('"done": True', True),
     ],
 )
-def test_an_environment_says_that_a_limit_of_its_own_ends_the_episode(
-    tmp_path: Path, said: str, truncated: bool
-) -> None:
+def test_an_environment_says_that_a_limit_of_its_own_ends_the_episode(tmp_path, said, truncated):
     """The engine cuts the answer off, which counts if the environment says nothing."""
     path = tmp_path / "agent.py"
     step = f"    async def step(self, states, **kwargs):\n        return {{'rewards': 0.5, {said}}}\n"
@@ -346,9 +341,8 @@ def test_limits_that_an_executor_would_not_keep_to(tmp_path: Path) -> None:
         "    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):\n"
         "        return {}\n"
     )
-    with refused(ErrorCode.USER_CODE, flag=FLAG, value=path) as error:
+    with refused(ErrorCode.USER_CODE, flag=FLAG, value=path, told="--train.max_turns"):
         check_agent_file(str(path), FLAG, limits=["max_turns"])
-    assert "--train.max_turns" in error.value.text
     assert (
         check_agent_file(str(agent(tmp_path, "return {}")), FLAG, limits=["max_turns", "step_timeout"]) == ""
     )

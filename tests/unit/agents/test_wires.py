@@ -99,10 +99,7 @@ def test_streamed_messages() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "options", "reason", "sequence"),
-    [
-        (f"3{END}", {}, "end_turn", None),
-        ("3!4", {"stop_sequences": ["?", "!"]}, "stop_sequence", "!"),
-    ],
+    [(f"3{END}", {}, "end_turn", None), ("3!4", {"stop_sequences": ["?", "!"]}, "stop_sequence", "!")],
 )
 def test_reasons_of_stops(answer: str, options: Any, reason: str, sequence: str | None) -> None:
     async def agent(session: Session) -> None:

@@ -27,12 +27,7 @@ def test_hard_labels_by_hand():
 def test_probabilities_by_hand(dtype):
     logits = logits_of([0.8, 0.2], [0.8, 0.2], [0.8, 0.2], [0.5, 0.5])
     losses = label_cross_entropy(logits, torch.tensor([1.0, 0.0, 0.25, 0.3], dtype=dtype))
-    expected = [
-        -math.log(0.8),
-        -math.log(0.2),
-        -0.25 * math.log(0.8) - 0.75 * math.log(0.2),
-        math.log(2),
-    ]
+    expected = [-math.log(0.8), -math.log(0.2), -0.25 * math.log(0.8) - 0.75 * math.log(0.2), math.log(2)]
     assert losses.dtype == torch.float64
     assert losses.tolist() == pytest.approx(expected)
 

@@ -88,8 +88,7 @@ def test_the_proximal_policy_is_what_it_says(name):
 
 
 @pytest.mark.parametrize(
-    ("key", "trait"),
-    [("algo.advantage.gamma", "discounts"), ("algo.advantage.no_std_norm", "whiten")],
+    ("key", "trait"), [("algo.advantage.gamma", "discounts"), ("algo.advantage.no_std_norm", "whiten")]
 )
 def test_flags_name_the_estimators_that_read_them(key, trait):
     named = {name for name in ESTIMATORS if re.search(rf"\b{name}\b", HELP[key])}

@@ -168,12 +168,7 @@ def test_a_loss_that_fails_its_trial(tmp_path, returned, problem):
             "the weights: expected a tensor (6,), got NoneType",
         ),
         ("corrections.base import Correction", "gap", "gap.log_ratio - gap.log_ratio.max()", "max()"),
-        (
-            "proximal.base import ProximalPolicy",
-            "now, old, sampler, staleness",
-            "sampler + old",
-            "NoneType",
-        ),
+        ("proximal.base import ProximalPolicy", "now, old, sampler, staleness", "sampler + old", "NoneType"),
         (
             "proximal.base import ProximalPolicy",
             "now, old, sampler, staleness",

@@ -221,14 +221,8 @@ def test_an_estimator_that_reads_log_probs_gets_them(tmp_path, capsys):
             BASE + "class Mine(AdvantageEstimator):\n    beta: float\n",
             "line 2: Mine: give the option beta a default, as `beta: float = 1.0`",
         ),
-        (
-            BASE + "class Mine(AdvantageEstimator):\n    beta: dict = None\n",
-            "(<class 'dict'>)",
-        ),
-        (
-            BASE + "class Mine(AdvantageEstimator):\n    beta: 'Beta' = None\n",
-            "'Beta'",
-        ),
+        (BASE + "class Mine(AdvantageEstimator):\n    beta: dict = None\n", "(<class 'dict'>)"),
+        (BASE + "class Mine(AdvantageEstimator):\n    beta: 'Beta' = None\n", "'Beta'"),
     ],
 )
 def test_a_file_without_a_usable_class_is_refused(tmp_path, monkeypatch, capsys, text, problem):
@@ -391,9 +385,7 @@ def test_names_that_a_package_registers(package, capsys):
     assert "rloo, house_opo, " in refusal(capsys, ESTIMATOR, "house_op").text
 
 
-def test_two_files_of_a_package_with_one_name_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_files_of_a_package_with_one_name_are_refused(tmp_path, monkeypatch):
     """A subclass that forgets to say its own name causes the clash."""
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "__init__.py").write_text("")

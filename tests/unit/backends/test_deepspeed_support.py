@@ -40,9 +40,8 @@ def test_options_that_deepspeed_reads(options: dict) -> None:
     ],
 )
 def test_a_name_that_deepspeed_would_ignore(name: str, remedy: str) -> None:
-    with refused(ErrorCode.UNKNOWN_FLAG, flag=f"{FLAG}.{name}") as error:
+    with refused(ErrorCode.UNKNOWN_FLAG, flag=f"{FLAG}.{name}", told=remedy):
         check(wall_clock_breakdown=True, **{name: {}})
-    assert remedy in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +54,5 @@ def test_a_name_that_deepspeed_would_ignore(name: str, remedy: str) -> None:
     ],
 )
 def test_what_deepspeed_refuses(options: dict, words: str) -> None:
-    with refused(ErrorCode.INVALID_VALUE, flag=FLAG) as error:
+    with refused(ErrorCode.INVALID_VALUE, flag=FLAG, told=words):
         check(**options)
-    assert words in str(error.value)

@@ -316,11 +316,7 @@ def test_an_adapter_does_not_share_the_memory_it_was_received_in():
 def test_vllm_makes_room_for_an_adapter_of_the_next_larger_rank():
     assert get_args(MaxLoRARanks) == VLLM_LORA_RANKS
     asked = _lora_arguments(LoraConfig(rank=12, target_modules=("q_proj", "up_proj")))
-    assert asked == {
-        "enable_lora": True,
-        "max_lora_rank": 16,
-        "lora_target_modules": ["q_proj", "up_proj"],
-    }
+    assert asked == {"enable_lora": True, "max_lora_rank": 16, "lora_target_modules": ["q_proj", "up_proj"]}
     assert _lora_arguments(LoraConfig(rank=512))["max_lora_rank"] == 512
     assert _lora_arguments(None) == {}
 

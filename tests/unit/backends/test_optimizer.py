@@ -22,10 +22,10 @@ CONFIGS = {
 DECAYED = {
     "gpt-2, whose norms are called ln": {"wte", "wpe", "c_attn", "c_proj", "c_fc"},
     "cohere, whose norms of heads are matrices": {
-        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     },
     "gpt-oss, with vectors and biases of experts": {
-        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "router", "lm_head", "experts"),
+        *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "router", "lm_head", "experts")
     },
 }
 
@@ -55,9 +55,7 @@ def test_what_decays(name, sharded):
         ({"LOCAL_WORLD_SIZE": "100"}, 1),
     ],
 )
-def test_optimizer_steps_on_the_cpu_have_a_share_of_its_cores(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], threads: int | None
-) -> None:
+def test_optimizer_steps_on_the_cpu_have_a_share_of_its_cores(monkeypatch, environment, threads):
     said: list[int] = []
     monkeypatch.setattr(distributed, "DEVICE_TYPE", "cuda")
     monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda process: set(range(64)))

@@ -37,9 +37,7 @@ def test_a_process_without_another_leader_follows_nobody(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_parent", [True, False])
-def test_a_process_ends_with_its_parent_and_watches_another_leader(
-    monkeypatch: pytest.MonkeyPatch, is_parent: bool
-) -> None:
+def test_a_process_ends_with_its_parent_and_watches_another_leader(monkeypatch, is_parent):
     options, watched = [], []
 
     class Library:

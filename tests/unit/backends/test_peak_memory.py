@@ -63,9 +63,7 @@ def test_on_a_gpu_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.take() == {"update": 65}
 
 
-def test_where_the_kernel_starts_no_new_peak_it_is_that_of_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_kernel_starts_no_new_peak_it_is_that_of_the_process(monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 

@@ -62,9 +62,7 @@ def test_what_was_mapped_is_let_go(monkeypatch, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_buffer_is_not_of_expandable_segments(
-    monkeypatch, variable: str, asked: str, inside: str | None, fails: bool
-) -> None:
+def test_a_buffer_is_not_of_expandable_segments(monkeypatch, variable, asked, inside, fails):
     """An engine could open the handle of such a segment only where it may trace the trainer. The
     setting is restored afterwards."""
     for name in alloc_conf.ALLOC_CONF_ENV_VARS:

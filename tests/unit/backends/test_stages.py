@@ -55,9 +55,7 @@ class Counted(CheckedLoading, Idle):
 
 
 @pytest.mark.parametrize("at_a_time", [1, 6])
-def test_weights_that_come_in_several_parts_are_one_reload(
-    monkeypatch: pytest.MonkeyPatch, at_a_time: int
-) -> None:
+def test_weights_that_come_in_several_parts_are_one_reload(monkeypatch, at_a_time):
     """A second begin would drop the parts before it, and without an end layers keep processed weights."""
     monkeypatch.setattr(Idle, "start_weight_update", lambda transfer: transfer.reloads.append("begin"))
     monkeypatch.setattr(Idle, "finish_weight_update", lambda transfer: transfer.reloads.append("end"))

@@ -61,9 +61,7 @@ def test_a_long_gradient_is_scaled_down(threads: Callable, folder: Path, max_nor
     assert used == pytest.approx(max_norm or reported, rel=1e-3)
 
 
-def test_a_resumed_engine_goes_on_with_its_learning_rate(
-    threads: Callable, folder: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_engine_goes_on_with_its_learning_rate(threads, folder, tmp_path):
     row = PackedRow.of(SAMPLES)
 
     def work() -> tuple[dict, ...]:

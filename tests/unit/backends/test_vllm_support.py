@@ -54,9 +54,8 @@ def test_the_tables_are_those_of_vllm():
 
 @pytest.mark.parametrize("config", [llama(num_attention_heads=8), llama(head_dim=8)])
 def test_a_head_size_without_a_kernel(config):
-    with refused(ErrorCode.UNSUPPORTED, flag="--flag", value="tiny") as refusal:
+    with refused(ErrorCode.UNSUPPORTED, flag="--flag", value="tiny", told=("size 8;", "32, 64, 80")):
         check(config)
-    assert "size 8;" in refusal.value.text and "32, 64, 80" in refusal.value.text
     check(config, on_cpu=False)
 
 
@@ -69,10 +68,8 @@ def test_a_run_of_rl_asks_once_it_is_known_that_there_are_no_gpus(tmp_path):
 
 
 def test_heads_that_do_not_divide():
-    with refused(ErrorCode.UNSUPPORTED) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, told=("--vllm.tensor_parallel_size 5", "1, 2, 3, 4, 6, 12.")):
         check(llama(hidden_size=384, num_attention_heads=12), tensor_parallel_size=5)
-    assert "--vllm.tensor_parallel_size 5" in refusal.value.text
-    assert "1, 2, 3, 4, 6, 12." in refusal.value.text
 
 
 def stretched(kind, limit):
@@ -83,27 +80,24 @@ def stretched(kind, limit):
 @pytest.mark.parametrize("kind", ["yarn", "dynamic"])
 def test_a_rope_that_vllm_does_not_stretch(kind):
     check(stretched(kind, 128))
-    with refused(ErrorCode.UNSUPPORTED) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, told=(f"RoPE of type {kind}", "512 tokens")):
         check(stretched(kind, 128), max_len=512)
-    assert f"RoPE of type {kind}" in refusal.value.text and "512 tokens" in refusal.value.text
     check(stretched(kind, 512), max_len=512)
     check(stretched("linear", 128), max_len=512)
 
 
 def test_a_model_that_is_unstable_in_half_precision():
     gemma = Gemma2Config(architectures=["Gemma2ForCausalLM"])
-    with refused(ErrorCode.UNSUPPORTED) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, told="--ds.param_dtype bf16"):
         check(gemma, dtype="fp16")
-    assert "--ds.param_dtype bf16" in refusal.value.text
     check(gemma, dtype="bf16")
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
 def test_linear_attention_on_a_cpu(architecture):
     config = Qwen3NextConfig(architectures=[architecture], head_dim=128)
-    with refused(ErrorCode.UNSUPPORTED) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, told="--ds.param_dtype bf16"):
         check(config, dtype="fp32")
-    assert "--ds.param_dtype bf16" in refusal.value.text
     check(config, dtype="bf16")
     check(config, dtype="fp32", on_cpu=False)
 
@@ -137,9 +131,8 @@ def test_a_model_without_layers_for_adapters(tmp_path):
     check_engines(config, on_cpu=False)
     adapted = replace(config, ds=replace(config.ds, lora=LoraConfig(rank=8)))
     check_engines(adapted, on_cpu=False)
-    with refused(ErrorCode.UNSUPPORTED, **lora_sync) as refusal:
+    with refused(ErrorCode.UNSUPPORTED, **lora_sync, told=f"(--actor.model_name_or_path {tmp_path})"):
         check_engines(replace(adapted, vllm=VllmConfig(lora_sync="adapter")), on_cpu=False)
-    assert f"(--actor.model_name_or_path {tmp_path})" in refusal.value.text
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,7 @@ def test_whatever_stands_in_place_of_a_file_of_the_newest_the_next_is_taken(copy
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["latest", "latest_universal"])
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)
-def test_whatever_stands_in_place_of_a_pointer_the_newest_is_taken_and_the_run_saves(
-    copy, kind, name
-) -> None:
+def test_whatever_stands_in_place_of_a_pointer_the_newest_is_taken_and_the_run_saves(copy, kind, name):
     put_in_place(kind, copy / "_actor" / name)
     checkpoints = of(copy)
     checkpoints.pointers = (name,)

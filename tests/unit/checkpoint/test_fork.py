@@ -147,9 +147,7 @@ def test_any_sound_checkpoint_is_forked_the_best_one_too(tmp_path: Path, other: 
 @pytest.mark.parametrize(
     ("place", "exists"), [("global_step5", False), ("", False), ("", True)], ids=["gone", "folder", "later"]
 )
-def test_what_is_no_checkpoint_is_refused_before_anything_starts(
-    tmp_path: Path, other: Path, place: str, exists: bool
-) -> None:
+def test_what_is_no_checkpoint_is_refused_before_anything_starts(tmp_path, other, place, exists):
     new = config(tmp_path / "new", ckpt__fork_from=f"{other}/{place}")
     if exists:  # a start that failed has made the folder
         Path(new.ckpt.folder).mkdir(parents=True)
@@ -172,9 +170,7 @@ def test_a_fork_needs_the_flag_with_which_it_resumes(tmp_path: Path, other: Path
         ({"train.backend": "torch"}, "--train.backend was deepspeed, is torch"),
     ],
 )
-def test_settings_that_shape_tensors_are_refused_by_name(
-    tmp_path: Path, other: Path, flags: dict, named: str
-) -> None:
+def test_settings_that_shape_tensors_are_refused_by_name(tmp_path, other, flags, named):
     new = with_values(config(tmp_path / "new", ckpt__fork_from=str(other / "global_step4")), flags)
     with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=other / "global_step4") as told:
         fork(new, checkpoints(new))
@@ -206,9 +202,8 @@ def test_other_models_and_commands_are_refused(tmp_path: Path, other: Path) -> N
     with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=place) as told:
         fork(new, own)
     assert "the command was sft, is dpo" in told.value.text
-    with refused(ErrorCode.INVALID_VALUE, flag="--ckpt.fork_from", value=place) as told:
+    with refused(ErrorCode.INVALID_VALUE, flag="--ckpt.fork_from", value=place, told="ends after step 4"):
         fork(new, checkpoints(new), total_steps=4)
-    assert "ends after step 4" in told.value.text
     save(checkpoints(config(tmp_path / "other"), {model: "checksum 1"}), "global_step4")
     with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=place) as told:
         fork(new, checkpoints(new, {model: "checksum 2"}))
@@ -236,9 +231,7 @@ def test_a_fork_may_drop_a_critic_and_gains_none(tmp_path: Path, before: str, no
     assert "_critic: manifest.json is missing" in told.value.text and "has a critic" in told.value.text
 
 
-def test_a_setting_that_an_earlier_version_did_not_record_is_told(
-    tmp_path: Path, other: Path, capsys
-) -> None:
+def test_a_setting_that_an_earlier_version_did_not_record_is_told(tmp_path, other, capsys):
     file = other / "global_step2/origin.json"
     saved = json.loads(file.read_text())
     del saved["origin"]["flags"]["adam.betas"], saved["manifest_format"]

@@ -66,17 +66,15 @@ def test_any_elements_are_read_of_any_parts(cuts: tuple[int, ...]) -> None:
 
 def test_a_checkpoint_without_the_states_of_a_rank_is_refused(tmp_path: Path) -> None:
     damaged = {"flag": "--ckpt.path", "value": tmp_path}
-    with refused(ErrorCode.DAMAGED_CHECKPOINT, **damaged) as refusal:
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, **damaged, told="*_model_states.pt"):
         Checkpoint(tmp_path).states(["w"])
-    assert "*_model_states.pt" in refusal.value.text
     shapes = [{"w": torch.Size([4])}]
     common = {"param_shapes": shapes, "module": {}, "dp_world_size": 3}
     torch.save(common, tmp_path / "mp_rank_00_model_states.pt")
     for rank in (0, 2):
         torch.save({}, tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    with refused(ErrorCode.DAMAGED_CHECKPOINT, **damaged) as refusal:
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, **damaged, told=("3 ranks", "states of 2.")):
         Checkpoint(tmp_path).states(["w"])
-    assert "3 ranks" in refusal.value.text and "states of 2." in refusal.value.text
 
 
 def average(values: torch.Tensor, rank: int, mesh: Mesh) -> MovingAverage:
@@ -100,12 +98,10 @@ def test_a_moving_average_of_other_ranks(tmp_path: Path, before: int, after: int
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     check_same_model(unknown=[], missing=[])
-    with refused(ErrorCode.OTHER_RUN) as refusal:
+    with refused(ErrorCode.OTHER_RUN, told="has no a."):
         check_same_model(unknown={"c"}, missing={"b", "a"})
-    assert "has no a." in refusal.value.text
-    with refused(ErrorCode.OTHER_RUN) as refusal:
+    with refused(ErrorCode.OTHER_RUN, told="has no c."):
         check_same_model(unknown={"c", "d"}, missing=[])
-    assert "has no c." in refusal.value.text
 
 
 def test_a_universal_checkpoint_has_a_folder_for_each_parameter(tmp_path: Path) -> None:

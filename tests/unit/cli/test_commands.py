@@ -43,9 +43,7 @@ def test_an_unknown_command_is_answered_with_a_near_one(name: str, remedy: str) 
     assert f"there is no such command; {remedy}" in told.value.text
 
 
-def test_a_package_adds_a_command_and_replaces_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_package_adds_a_command_and_replaces_none(tmp_path, monkeypatch, capsys):
     """As an installed package has them: a module, and entry points in the metadata beside it."""
     (tmp_path / "house_tool.py").write_text("def main(argv):\n    print('house', argv)\n")
     (tmp_path / "house-1.0.dist-info").mkdir()

@@ -111,9 +111,7 @@ def test_values(complete: Callable[..., list[str]], equals: list[str]) -> None:
     assert complete("openrlhf", "sft", "--ds.packing_samples", *equals, "f") == ["false"]
 
 
-def test_a_free_value_is_left_to_the_completion_of_files(
-    complete: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_free_value_is_left_to_the_completion_of_files(complete, tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     assert complete("openrlhf", "sft", "--data.dataset", "da") == []

@@ -98,9 +98,7 @@ def test_of_one_node_nothing_is_asked(cluster: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_all_ranks_know_which_machines_do_not_share_a_folder(
-    threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_know_which_machines_do_not_share_a_folder(threads, tmp_path, monkeypatch):
     """The last of three machines with a rank each has another disk."""
     monkeypatch.setattr(distributed.platform, "node", lambda: f"node-{dist.get_rank()}")
     seen = lambda mark: Path(mark).exists() and dist.get_rank() < 2
@@ -110,9 +108,7 @@ def test_all_ranks_know_which_machines_do_not_share_a_folder(
     assert [*tmp_path.iterdir()] == [tmp_path / "ckpt"] and not [*(tmp_path / "ckpt").iterdir()]
 
 
-def test_what_is_new_on_a_network_file_system_may_come_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_new_on_a_network_file_system_may_come_late(tmp_path, monkeypatch):
     monkeypatch.setattr(files.time, "sleep", lambda seconds: (tmp_path / "late").touch())
     assert files.appears(tmp_path / "late")
     monkeypatch.setattr(files, "PATIENCE", 0)

@@ -61,11 +61,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 @pytest.fixture
 def engines(cluster: Cluster) -> EngineSupervisor:
     return EngineSupervisor(
-        2,
-        create=cluster.create,
-        start=cluster.start,
-        lose=cluster.lost.append,
-        fail=cluster.failed.append,
+        2, create=cluster.create, start=cluster.start, lose=cluster.lost.append, fail=cluster.failed.append
     )
 
 
@@ -78,9 +74,7 @@ def revive(cluster: Cluster, engines: EngineSupervisor, number: int) -> None:
 
 
 @pytest.mark.parametrize("death", [DEATH, CORE_DEATH])
-def test_an_engine_that_dies_is_replaced_once(
-    cluster: Cluster, engines: EngineSupervisor, death: Exception, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_engine_that_dies_is_replaced_once(cluster, engines, death, capsys):
     first = engines.members[1]
     for _ in range(3):  # each of its requests fails
         assert engines.report(1, first, death)
@@ -108,9 +102,7 @@ def test_an_error_of_users_code_is_no_death(cluster: Cluster, engines: EngineSup
     assert engines.all_serve and not cluster.lost
 
 
-def test_an_engine_that_dies_again_and_again_ends_the_run(
-    cluster: Cluster, engines: EngineSupervisor
-) -> None:
+def test_an_engine_that_dies_again_and_again_ends_the_run(cluster, engines):
     for _ in range(MAX_RESTARTS):
         engines.report(0, engines.members[0], DEATH)
         revive(cluster, engines, 0)
@@ -130,9 +122,7 @@ def test_old_deaths_do_not_count(cluster: Cluster, engines: EngineSupervisor) ->
     assert engines.all_serve
 
 
-def test_a_successor_that_does_not_start_is_tried_again_later_and_later(
-    cluster: Cluster, engines: EngineSupervisor
-) -> None:
+def test_a_successor_that_does_not_start_is_tried_again_later_and_later(cluster, engines):
     engines.report(0, engines.members[0], DEATH)
     waits = []
     for _ in range(MAX_RESTARTS - 1):
@@ -147,9 +137,8 @@ def test_a_successor_that_does_not_start_is_tried_again_later_and_later(
     assert waits == [2, 4, 8, 16]
     cluster.starts[engines.members[0]] = RayTaskError("start", "...", RuntimeError("no memory"))
     engines.started()
-    with refused(ErrorCode.ENGINE_FAILED) as refusal:
+    with refused(ErrorCode.ENGINE_FAILED, told="no memory"):
         engines.begin_restarts()
-    assert "no memory" in refusal.value.text
 
 
 def test_a_successor_that_hangs_while_it_starts(cluster: Cluster, engines: EngineSupervisor) -> None:

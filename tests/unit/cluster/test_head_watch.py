@@ -28,16 +28,10 @@ class Ended:
 
 @pytest.mark.parametrize(
     ("answers", "is_gone"),
-    [
-        ([False] * 1000, False),
-        ([False, *[True] * LONG], True),
-        ([*[True] * (LONG - 1), False] * 10, False),
-    ],
+    [([False] * 1000, False), ([False, *[True] * LONG], True), ([*[True] * (LONG - 1), False] * 10, False)],
     ids=["alive", "gone", "away for a while"],
 )
-def test_only_a_head_that_is_gone_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, answers: list, is_gone: bool
-) -> None:
+def test_only_a_head_that_is_gone_ends_the_process(monkeypatch, answers, is_gone):
     ended, called = Ended(answers), []
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: ended.now))
     monkeypatch.setattr(watchdog, "is_refused", lambda address: ended.answer)

@@ -38,14 +38,7 @@ from openrlhf.loop.machines import rank_counts
 
 
 def config(
-    actors=2,
-    refs=2,
-    engines=2,
-    tensor_parallel=1,
-    kl=0.01,
-    estimator="rloo",
-    reward=None,
-    **train,
+    actors=2, refs=2, engines=2, tensor_parallel=1, kl=0.01, estimator="rloo", reward=None, **train
 ) -> PPOConfig:
     return PPOConfig(
         critic=CriticConfig(num_gpus_per_node=3),

@@ -90,9 +90,7 @@ CLUSTERS = st.lists(st.integers(0, 16), min_size=1, max_size=6).filter(any).map(
 
 @settings(deadline=None)
 @given(config=configs(), nodes=CLUSTERS)
-def test_a_run_that_fits_has_a_place_for_everything_and_one_that_does_not_is_told_why(
-    config: PPOConfig, nodes: list
-) -> None:
+def test_a_run_that_fits_has_a_place_for_everything_and_one_that_does_not_is_told_why(config, nodes):
     if resource_problems(config, nodes):
         with refused(ErrorCode.RESOURCES):
             compute_layout(config, nodes)
@@ -274,9 +272,7 @@ def plans() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("flags", "shown"), plans(), ids=[flags[13:16] for flags, _ in plans()])
-def test_the_plan_of_the_page_is_what_is_printed(
-    flags: str, shown: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_plan_of_the_page_is_what_is_printed(flags, shown, capsys):
     assert printed(capsys, flags)[:2] == (0, textwrap.dedent(shown))
 
 
@@ -401,9 +397,7 @@ class Started:
         (True, False, [(ENGINES,), "actor", "ref", "engines started", "actor started", "ref started"]),
     ],
 )
-def test_engines_start_last_where_models_share_their_gpus(
-    monkeypatch: pytest.MonkeyPatch, shares: bool, on_gpu: bool, order: list
-) -> None:
+def test_engines_start_last_where_models_share_their_gpus(monkeypatch, shares, on_gpu, order):
     for group in ("EnginePool", "PolicyRanks", "FrozenRanks"):
         monkeypatch.setattr(roles, group, Started)
     monkeypatch.setattr(roles, "Board", SimpleNamespace)

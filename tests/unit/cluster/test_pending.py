@@ -33,9 +33,7 @@ class Call:
         self.task_id = lambda: SimpleNamespace(actor_id=lambda: SimpleNamespace(hex=lambda: actor))
 
 
-def test_a_long_wait_says_who_waits_for_whom(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_long_wait_says_who_waits_for_whom(monkeypatch, capsys):
     monkeypatch.setitem(pending.actor_names, "a", "rank 0 of policy")
     monkeypatch.setitem(pending.actor_names, "b", "rank 1 of policy")
     calls = [Call("a", 1), Call("b", 2)]

@@ -3,7 +3,6 @@ reason."""
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,9 +217,7 @@ def test_async_on_one_gpu_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert (code, refusal.code, refusal.place) == (2, ErrorCode.RESOURCES, "--train.async_enable")
 
 
-def test_the_size_of_an_engine_comes_from_the_model_and_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_an_engine_comes_from_the_model_and_the_gpu(tmp_path, monkeypatch):
     """Embedding and head 2 x 8 x 4, a layer 4 x 4 x 4 + 3 x 4 x 6, norms 3 x 4: 212 numbers of 2 bytes."""
     sizes = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1}
     LlamaConfig(**sizes, num_attention_heads=2).save_pretrained(tmp_path)

@@ -47,9 +47,7 @@ def test_a_report_of_another_form_is_no_second_error() -> None:
 
 
 @pytest.mark.parametrize("death", [OutOfMemoryError(REPORT), RayActorError(error_msg="gone")])
-def test_the_death_of_a_rank_explains_the_errors_of_those_that_wait_for_it(
-    death: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_death_of_a_rank_explains_the_errors_of_those_that_wait_for_it(death, monkeypatch):
     """The ranks answer whether they live: the first one does, Ray raises the death of the second."""
     answers: dict[str, Any] = {"first": None, "second": death}
 

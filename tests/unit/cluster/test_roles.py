@@ -87,9 +87,7 @@ def test_a_hanging_engine_is_given_up_and_a_hanging_rank_ends_the_run(
     assert "== engine 0\n" in stacks.read_text() and "== rank 1 of policy\n" in stacks.read_text()
 
 
-def test_a_process_that_hangs_while_it_loads_is_killed(
-    roles: Roles, killed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_hangs_while_it_loads_is_killed(roles, killed, tmp_path, monkeypatch):
     """The engines, too: no other engine can take their place yet."""
     now = [0.0]
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -109,9 +109,7 @@ def test_an_engine_without_tokens(run: Run, capsys: pytest.CaptureFixture) -> No
 
 
 @pytest.mark.parametrize("busy", ["engine", "rank"])
-def test_while_models_load_the_work_of_any_process_is_progress_of_all(
-    run: Run, capsys: pytest.CaptureFixture, busy: str
-) -> None:
+def test_while_models_load_the_work_of_any_process_is_progress_of_all(run, capsys, busy):
     """A tenth of a core is enough; processes that wait for the others are left alone."""
     run.watchdog._needs_progress = False
     for name in run.beats:
@@ -234,9 +232,7 @@ def test_stacks_of_all_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("end", "said"), [(0, "Ray drains node1: "), (1_800_000_000_000, "Ray drains node1 until ")]
 )
-def test_a_node_that_ray_drains(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, end: int, said: str
-) -> None:
+def test_a_node_that_ray_drains(run, monkeypatch, capsys, end, said):
     """The run gets SIGTERM once, if it has a process there."""
     signals: list[tuple[int, int]] = []
     monkeypatch.setattr(watchdog.os, "kill", lambda *sent: signals.append(sent))

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
 from openrlhf.config.checks import LAUNCHER, check_launcher
-from openrlhf.config.commands import (
-    COMMANDS,
-    PPO,
-    SFT,
-)
+from openrlhf.config.commands import COMMANDS, PPO, SFT
 from openrlhf.config.fields import flag_values, list_flags
 from openrlhf.config.old_flags import OTHER_NAMES
 from openrlhf.config.parse import parse, suggest, to_yaml
@@ -264,10 +260,7 @@ WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node-0", "MASTER_PORT":
         (WHOLE | {"RANK": "-1"}, "RANK must be a number"),
         (WHOLE | {"WORLD_SIZE": ""}, "WORLD_SIZE must be a number"),
         (WHOLE | {"WORLD_SIZE": "0"}, "RANK must be below WORLD_SIZE"),
-        (
-            WHOLE | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
-            None,
-        ),  # not set by DeepSpeed's launcher
+        (WHOLE | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, None),  # not set by DeepSpeed's launcher
         (WHOLE | {"MASTER_PORT": "99999"}, "MASTER_PORT must be 1 to 65535"),
     ],
 )
@@ -295,7 +288,6 @@ def test_reinforcement_learning_is_started_by_one_process(monkeypatch):
     check_launcher(alone=True)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
-        with refusals.refused(ErrorCode.INVALID_VALUE) as refusal:
+        with refusals.refused(ErrorCode.INVALID_VALUE, told="starts all other processes itself"):
             check_launcher(alone=True)
-        assert "starts all other processes itself" in refusal.value.text
         monkeypatch.setenv(name, "0")

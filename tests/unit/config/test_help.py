@@ -9,11 +9,7 @@ import pytest
 from command_lines import refused, run
 from refusals import printed
 
-from openrlhf.config.commands import (
-    COMMANDS,
-    PPO,
-    SFT,
-)
+from openrlhf.config.commands import COMMANDS, PPO, SFT
 from openrlhf.config.fields import list_flags
 from openrlhf.config.parse import parse
 from openrlhf.config.reference import page

@@ -3,18 +3,7 @@
 import pytest
 from command_lines import problems_of
 
-from openrlhf.config.commands import (
-    BATCH_INFERENCE,
-    CHAT,
-    DPO,
-    KD,
-    KTO,
-    PPO,
-    PRM,
-    RM,
-    SERVE_RM,
-    SFT,
-)
+from openrlhf.config.commands import BATCH_INFERENCE, CHAT, DPO, KD, KTO, PPO, PRM, RM, SERVE_RM, SFT
 
 
 @pytest.mark.parametrize("command", [SFT, RM, PRM, DPO, KTO, KD, PPO])

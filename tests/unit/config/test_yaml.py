@@ -7,11 +7,7 @@ import pytest
 from command_lines import refused
 from refusals import printed
 
-from openrlhf.config.commands import (
-    COMMANDS,
-    PPO,
-    SFT,
-)
+from openrlhf.config.commands import COMMANDS, PPO, SFT
 from openrlhf.config.fields import flag_values, list_flags
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.ppo import PPOConfig, PromptDataConfig

@@ -16,14 +16,7 @@ from transformers import PreTrainedTokenizer
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
 from openrlhf.data import cache
-from openrlhf.data.cache import (
-    arrays_digest,
-    cached,
-    digest,
-    file_digest,
-    sampled_digest,
-    tokenizer_digest,
-)
+from openrlhf.data.cache import arrays_digest, cached, digest, file_digest, sampled_digest, tokenizer_digest
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.supervised.datasets import build_train_set

@@ -416,9 +416,8 @@ def test_a_header_that_cannot_be_told_from_the_end_before_it_is_refused():
 def test_an_answer_that_ends_itself_is_refused(name):
     model = MODELS[name]
     for end in {model.eos, "<end_of_turn>" if "gemma" in name else model.eos}:
-        with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
+        with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1, told=f"No.{end}"):
             sft(name, [user("Hi."), assistant(f"No.{end}\n")])
-        assert f"No.{end}" in told.value.text
 
 
 def test_an_answer_may_hold_an_end_that_no_template_writes():
@@ -430,9 +429,8 @@ def test_an_answer_may_hold_an_end_that_no_template_writes():
 
 
 def test_two_answers_in_a_row_are_refused():
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1, told="messages 2 and 3"):
         sft("qwen2.5", [user("Hi."), assistant("Go."), assistant("No.")])
-    assert "messages 2 and 3" in told.value.text
 
 
 @pytest.mark.parametrize(
@@ -450,9 +448,8 @@ def test_two_answers_in_a_row_are_refused():
 )
 def test_columns_that_overlap_are_refused(asked, answer):
     row, options = {"talk": asked, "reply": answer}, TALKS_OF | {"output_key": "reply"}
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1, told=("'talk'", "--data.output_key")):
         build_sft_samples(Rows.of([row], "rows.json"), tiny_tokenizer(), **options)
-    assert "'talk'" in told.value.text and "--data.output_key" in told.value.text
 
 
 @pytest.mark.processes

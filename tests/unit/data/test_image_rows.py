@@ -211,9 +211,8 @@ def test_a_sample_in_which_an_image_would_be_cut_is_dropped(folder, tokenizer, c
     end = int(image.nonzero()[-1]) + 1
     assert end < length
     assert samples_of(rows, tokenizer, column, multiturn=True, max_len=end).lengths[0] == end
-    with refused(ErrorCode.NO_ROWS) as told:
+    with refused(ErrorCode.NO_ROWS, told=("1 × image cut", f"--data.max_len {length}")):
         samples_of(rows, tokenizer, column, multiturn=True, max_len=end - 1)
-    assert "1 × image cut" in told.value.text and f"--data.max_len {length}" in told.value.text
 
 
 def test_pairs_share_their_images(folder, tokenizer, column):
@@ -243,10 +242,7 @@ def test_pairs_share_their_images(folder, tokenizer, column):
 BAD = {
     "missing file": ({"input": "x", "images": "no.png"}, "'images': no.png"),
     "outside": ({"input": "x", "images": ["../x.png"]}, "'images': ../x.png"),
-    "too many": (
-        {"input": "x", "images": ["square.png"] * 4},
-        "--data.max_images_per_prompt 3",
-    ),
+    "too many": ({"input": "x", "images": ["square.png"] * 4}, "--data.max_images_per_prompt 3"),
     "too few tags": ({"input": "<image>", "images": ["square.png"] * 2}, "1 image placeholders"),
     "no image": ({"input": "<image>x"}, "'images' has 0 images"),
     "token in the text": ({"input": "<|image_pad|>", "images": "square.png"}, "2 image placeholders"),
@@ -261,9 +257,8 @@ def test_a_bad_row_is_named_or_skipped(folder, tokenizer, column, case):
     good = ROWS[0]
     rows = rows_of(folder, [good, row | {"output": "y"}, good])
     for build in (prompts_of, samples_of):
-        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
+        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2, told=(reason, REMEDY)):
             build(rows, tokenizer, column)
-        assert reason in told.value.text and REMEDY in told.value.text
         kept = build(rows, tokenizer, column, bad_rows="skip")
         assert (len(kept), kept.skipped) == (2, {"bad row": 1})
     assert [prompt.prompt_id for prompt in prompts_of(rows, tokenizer, column, bad_rows="skip")] == [0, 2]
@@ -277,9 +272,8 @@ def test_a_damaged_picture_is_skipped_or_named_when_it_is_read(folder, tokenizer
     for build in (prompts_of, samples_of):
         assert build(rows, tokenizer, column, bad_rows="skip").skipped == {"bad row": 1}
         kept = build(rows, tokenizer, column, bad_rows="error")
-        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
+        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2, told="'images': half.png"):
             kept[1]
-        assert "'images': half.png" in told.value.text
 
 
 # When images are read
@@ -381,9 +375,8 @@ def test_image_root_takes_the_place_of_the_rows_folder(folder, model, tokenizer)
     rows_of(folder, ROWS[:1])
     task = sft_task(model, folder, image_root=folder / "elsewhere", cache_enable=False)
     read = lambda: tokenise(task, tokenizer, str(folder / "rows.jsonl"), "--data.dataset", MIX)
-    with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=1, told=str(folder / "elsewhere")):
         read()
-    assert str(folder / "elsewhere") in told.value.text
     (folder / "square.png").rename(folder / "elsewhere" / "square.png")
     assert read()[0].images[0].data == (folder / "elsewhere" / "square.png").read_bytes()
 
@@ -420,9 +413,8 @@ def test_a_template_that_shows_no_images_is_refused(model, processor):
         "{{ raise_exception('text only') }}",
     ):
         tokenizer.chat_template = template
-        with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.max_images_per_prompt") as told:
+        with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.max_images_per_prompt", told="<|image_pad|>"):
             ImageTokens(processor, tokenizer)
-        assert "<|image_pad|>" in told.value.text
 
 
 def test_a_model_that_reads_no_images_is_refused(tmp_path, folder):

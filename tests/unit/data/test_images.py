@@ -351,9 +351,8 @@ WEB = {
 def test_urls_that_are_refused(server, case):
     url, name = WEB[case]
     sources = ImageSources(hosts=(HOST, "internal.test", "wrong.test"))
-    with refused(ErrorCode.UNREADABLE) as told:
+    with refused(ErrorCode.UNREADABLE, told=name):
         load_image(url, sources)
-    assert name in told.value.text
     if not url.startswith(f"https://{HOST}/"):
         assert server.asked == []
 
@@ -367,13 +366,11 @@ def test_no_host_is_allowed_unless_it_is_named(server):
 
 def test_a_long_answer_and_a_slow_one_are_given_up(server, monkeypatch):
     url = f"https://{HOST}/a.png"
-    with refused(ErrorCode.UNREADABLE, value=url) as told:
+    with refused(ErrorCode.UNREADABLE, value=url, told=f"{len(PNG) - 1} bytes"):
         fetch(url, (HOST,), len(PNG) - 1)
-    assert f"{len(PNG) - 1} bytes" in told.value.text
     monkeypatch.setattr(image_urls, "TIMEOUT", 0.0)
-    with refused(ErrorCode.UNREADABLE, value=url) as told:
+    with refused(ErrorCode.UNREADABLE, value=url, told="0 seconds"):
         fetch(url, (HOST,), len(PNG))
-    assert "0 seconds" in told.value.text
 
 
 @pytest.mark.parametrize(
@@ -385,9 +382,8 @@ def test_addresses_that_are_not_public(monkeypatch, address):
     """One private address among several is enough for a refusal."""
     found = [(0, 0, 0, "", ("93.184.215.14", 443)), (0, 0, 0, "", (address, 443))]
     monkeypatch.setattr(image_urls.socket, "getaddrinfo", lambda *_, **__: found)
-    with refused(ErrorCode.UNREADABLE, value=HOST) as told:
+    with refused(ErrorCode.UNREADABLE, value=HOST, told=address):
         public_addresses(HOST)
-    assert address in told.value.text
 
 
 def test_the_next_address_is_tried(monkeypatch):

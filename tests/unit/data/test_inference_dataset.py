@@ -2,13 +2,7 @@ import pytest
 import torch
 from refusals import refused
 
-from openrlhf.data.inference import (
-    build_answers,
-    build_questions,
-    fingerprint,
-    iteration,
-    with_suffix,
-)
+from openrlhf.data.inference import build_answers, build_questions, fingerprint, iteration, with_suffix
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode
@@ -66,9 +60,8 @@ def test_a_suffix_looks_as_the_reward_template_writes_it():
 
 def test_prompts_that_are_too_long_are_bad_rows():
     some = rows("a b", "a b c d e f", "c")
-    with refused(ErrorCode.TOO_LONG, value="train.jsonl", row=2) as told:
+    with refused(ErrorCode.TOO_LONG, value="train.jsonl", row=2, told="--data.prompt_max_len"):
         questions(some, max_len=3)
-    assert "--data.prompt_max_len" in told.value.text
     kept = questions(some, max_len=3, bad_rows="skip")
     assert [q.prompt_id for q in kept] == [0, 2]
     with refused(ErrorCode.NO_ROWS, value="train.jsonl"):
@@ -78,9 +71,8 @@ def test_prompts_that_are_too_long_are_bad_rows():
 def test_a_token_without_an_embedding_makes_a_bad_row():
     (last,) = ids("c")
     some = rows("a b", "a b c d", "b")
-    with refused(ErrorCode.INVALID_ROW, value="train.jsonl", row=2) as told:
+    with refused(ErrorCode.INVALID_ROW, value="train.jsonl", row=2, told="the token 'c'"):
         questions(some, missing={last: "c"})
-    assert "the token 'c'" in told.value.text
     assert [q.prompt_id for q in questions(some, missing={last: "c"}, bad_rows="skip")] == [0, 2]
     pairs = ("a", "b"), ("b", "c"), ("c", "b"), ("b", "a")
     kept = answers(*pairs, missing={last: "c"}, bad_rows="skip")
@@ -134,9 +126,8 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued_and_takes_no_other_a
     talk = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     (asked,) = questions(rows(talk), input_template=None, apply_chat_template=True)
     assert asked.input == talk and asked.token_ids == ids("<|user|>2+2<|end|><|assistant|>4")
-    with refused(ErrorCode.INVALID_ROW) as told:
+    with refused(ErrorCode.INVALID_ROW, told="'input' and 'output' have an answer each"):
         answers((talk, "5"), apply_chat_template=True)
-    assert "'input' and 'output' have an answer each" in told.value.text
 
 
 def test_a_fingerprint_changes_with_what_is_read():

@@ -286,16 +286,14 @@ def test_text_as_python_writes_it_is_a_conversation():
     tools = [tool("f", x="string")]
     assert read_tools({"tools": repr(tools)}, "tools") == tools
     for text in (repr(talk).replace("}, {", "}\n {"), json.dumps(talk).replace('"yes"', '"yes')):
-        with refused(ErrorCode.INVALID_ROW) as told:
+        with refused(ErrorCode.INVALID_ROW, told=("looks like messages", "json.dumps")):
             as_messages(text)
-        assert "looks like messages" in told.value.text and "json.dumps" in told.value.text
 
 
 @pytest.mark.parametrize("mark", [{"masked": True}, {"train_detail": [{"begin_offset": 0, "train": False}]}])
 def test_marks_of_parts_of_an_answer_are_refused(mark: dict) -> None:
-    with refused(ErrorCode.INVALID_ROW) as told:
+    with refused(ErrorCode.INVALID_ROW, told=(next(iter(mark)), '"weight"')):
         as_messages([{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"} | mark])
-    assert next(iter(mark)) in told.value.text and '"weight"' in told.value.text
     as_messages(
         [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"} | dict.fromkeys(mark)]
     )
@@ -316,9 +314,8 @@ def test_a_content_is_text_or_a_list_of_parts(content: object, reason: str, role
     """A template would write what Python prints for it."""
     talk = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     talk[role == "assistant"]["content"] = content
-    with refused(ErrorCode.INVALID_ROW, value="rows", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows", row=1, told=(reason, f"({role})")):
         build_sft_samples(Rows.of([{"messages": talk}]), with_template(), **SFT_OPTIONS)
-    assert reason in told.value.text and f"({role})" in told.value.text
 
 
 def test_the_result_of_a_tool_is_an_object_only_where_the_template_reads_one() -> None:
@@ -330,9 +327,8 @@ def test_the_result_of_a_tool_is_an_object_only_where_the_template_reads_one() -
     )
     (sample,) = build_sft_samples(rows, with_template(reads), **SFT_OPTIONS)
     assert '<|tool|>{"sky": "clear"}<|end|>' in decode(with_template(), sample.token_ids.tolist())
-    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1) as told:
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1, told="the result of a tool is an object"):
         build_sft_samples(rows, with_template(), **SFT_OPTIONS)
-    assert "the result of a tool is an object" in told.value.text
 
 
 @pytest.mark.parametrize(
@@ -352,9 +348,8 @@ def test_blank_messages_teach_and_ask_nothing(blank: object, capsys) -> None:
 
 def test_an_answer_at_the_head_of_a_conversation_is_context_alone() -> None:
     talk = [{"role": role, "content": role} for role in ("assistant", "user", "assistant")]
-    with refused(ErrorCode.INVALID_ROW, value="rows", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows", row=1, told=("begins with an answer", '"weight": 0')):
         build_sft_samples(Rows.of([{"messages": talk}]), with_template(), **SFT_OPTIONS)
-    assert "begins with an answer" in told.value.text and '"weight": 0' in told.value.text
     talk[0]["weight"] = 0
     (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), with_template(), **SFT_OPTIONS)
     assert decode(with_template(), sample.token_ids[sample.action_mask].tolist()) == "assistant<|end|>"

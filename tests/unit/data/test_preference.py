@@ -228,26 +228,14 @@ def test_margins_are_read_from_their_column():
 CHOSEN_TALK = [user("1"), assistant("2"), user("3"), assistant("4")]
 BAD = {
     "no margin": (ROW, {"margin_key": "margin"}, "column 'margin' is missing"),
-    "margin in words": (
-        ROW | {"margin": "0.5"},
-        {"margin_key": "margin"},
-        "is '0.5' (text)",
-    ),
+    "margin in words": (ROW | {"margin": "0.5"}, {"margin_key": "margin"}, "is '0.5' (text)"),
     "true as margin": (ROW | {"margin": True}, {"margin_key": "margin"}, "is True (true or false)"),
     "no end of the margin": (ROW | {"margin": float("inf")}, {"margin_key": "margin"}, "is inf"),
     "null": (ROW | {"rejected": None}, {}, "column 'rejected' is null"),
-    "messages in text mode": (
-        ROW | {"prompt": [user("1")]},
-        PLAIN,
-        "'prompt' is a list",
-    ),
+    "messages in text mode": (ROW | {"prompt": [user("1")]}, PLAIN, "'prompt' is a list"),
     "an odd message": (ROW | {"chosen": ["hi"]}, {}, "'chosen': message 1"),
     "an answer of the user": (ROW | {"rejected": [user("x")]}, {}, "role 'user'"),
-    "the prompt twice": (
-        ROW | {"chosen": [user("1+2"), assistant("33")]},
-        {},
-        "'chosen' already begins",
-    ),
+    "the prompt twice": (ROW | {"chosen": [user("1+2"), assistant("33")]}, {}, "'chosen' already begins"),
     "text for a conversation": (
         {"chosen": "a", "rejected": "b"},
         {"prompt_key": None},
@@ -299,10 +287,9 @@ def test_answers_that_begin_with_the_prompt_are_refused(prompt, score_last_token
         build([row], score_last_token=score_last_token)
     assert "'chosen' already begins" in told.value.text and "--data.prompt_key" in told.value.text
     system = {"role": "system", "content": "Count."}
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1, told="'chosen' already begins"):
         row["chosen"] = [system, user("1+2"), assistant("33")]
         build([row], score_last_token=score_last_token)
-    assert "'chosen' already begins" in told.value.text
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
         build([row | {"chosen": [system, assistant("33")]}], score_last_token=score_last_token)
     assert "'chosen' has a system message behind those of 'prompt'" in told.value.text

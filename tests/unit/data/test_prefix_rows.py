@@ -96,14 +96,7 @@ def test_rows_without_common_prefixes_are_those_without_sharing() -> None:
     dataset = stored(*([i] * length for i, length in enumerate((5, 9, 17, 3, 8, 12, 4), start=1)))
     for options in ({"max_tokens": 20}, {"micro_batch_size": 2}):
         mini_batches = MiniBatches(
-            dataset,
-            COLLATE,
-            batch_size=7,
-            data_rank=0,
-            data_size=1,
-            seed=0,
-            shuffle=False,
-            **options,
+            dataset, COLLATE, batch_size=7, data_rank=0, data_size=1, seed=0, shuffle=False, **options
         )
         assert rows_of(dataset, **options) == [next(mini_batches.items(0))]
 
@@ -242,9 +235,7 @@ def test_the_models_of_a_step_compare_its_sequences_once(monkeypatch: pytest.Mon
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=20), st.randoms())
-def test_neighbours_of_some_sequences_are_those_of_a_comparison_of_these_alone(
-    sequences: list[list[int]], rng: Any
-) -> None:
+def test_neighbours_of_some_sequences_are_those_of_a_comparison_of_these_alone(sequences, rng):
     compare = lambda chosen: Neighbours.of(
         np.array([x for own in chosen for x in own], np.int32)[:, None], np.array([len(x) for x in chosen])
     )

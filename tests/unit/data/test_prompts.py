@@ -179,9 +179,8 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     row, reason = BAD[case]
     rows = [{"input": "fine", "label": "1"}, row, {"input": "good", "label": "2"}]
     code = ErrorCode.TOO_LONG if case == "too long" else ErrorCode.INVALID_ROW
-    with refused(code, value="rows.json", row=2) as told:
+    with refused(code, value="rows.json", row=2, told=(reason, REMEDY)):
         build(rows, tokenizer, label_key="label", bad_rows="error")
-    assert reason in told.value.text and REMEDY in told.value.text
     prompts = build(rows, tokenizer, label_key="label", bad_rows="skip")
     assert [prompt.prompt_id for prompt in prompts] == [0, 2]
     assert prompts.skipped == {"bad row": 1}
@@ -190,9 +189,8 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
 @pytest.mark.parametrize("case", [case for case in BAD if case != "too long"])
 def test_a_bad_row_stops_a_run_that_does_not_say(tokenizer, case):
     row, reason = BAD[case]
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1, told=reason):
         build([row], tokenizer, label_key="label")
-    assert reason in told.value.text
 
 
 def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer):
@@ -221,23 +219,20 @@ def test_a_prompt_of_max_len_minus_one_tokens_is_the_longest(tokenizer):
     text = build([{"input": "a b c"}], tokenizer)[0].text
     tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert len(build([{"input": "a b c"}], tokenizer, max_len=tokens + 1)) == 1
-    with refused(ErrorCode.TOO_LONG) as told:
+    with refused(ErrorCode.TOO_LONG, told=f"{tokens} tokens"):
         build([{"input": "a b c"}], tokenizer, max_len=tokens, bad_rows="error")
-    assert f"{tokens} tokens" in told.value.text
 
 
 def test_nothing_left_is_an_error(tokenizer):
-    with refused(ErrorCode.NO_ROWS) as told:
+    with refused(ErrorCode.NO_ROWS, told="1 × bad row"):
         build([{"input": None}], tokenizer, bad_rows="skip")
-    assert "1 × bad row" in told.value.text
 
 
 def test_a_template_that_refuses_a_row(tokenizer):
     strict = tiny_tokenizer()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1, told="roles must alternate"):
         build([{"input": "x"}], strict)
-    assert "roles must alternate" in told.value.text
 
 
 def test_ids_begin_where_they_are_told_to(tokenizer):
@@ -349,12 +344,7 @@ def test_tasks_are_the_datasets_of_a_list_or_the_sources_of_rows(model_folder, t
     ("tasks", "changes", "flag", "told"),
     [
         ({"mth.temperature": 0.5}, {}, "--tasks.mth", "there are math, chat, open_code, held_out"),
-        (
-            QUOTAS | {"held_out.quota": 1},
-            {},
-            "--tasks.held_out",
-            "there are math, chat, open_code",
-        ),
+        (QUOTAS | {"held_out.quota": 1}, {}, "--tasks.held_out", "there are math, chat, open_code"),
         (
             {"math.quota": 4, "chat.quota": 2},
             {},
@@ -450,9 +440,8 @@ def test_a_checkpoint_that_calls_epochs_episodes_is_read():
 @pytest.mark.parametrize(("changes", "key"), [({"seed": 4}, "seed"), ({"size": 9}, "num_prompts")])
 def test_resuming_with_other_prompts_is_refused(changes, key):
     state = make_sampler().state_dict()
-    with refused(ErrorCode.OTHER_RUN) as told:
+    with refused(ErrorCode.OTHER_RUN, told=f"{key} was"):
         make_sampler(**changes).load_state_dict(state)
-    assert f"{key} was" in told.value.text
 
 
 def test_repeated_prompts_are_counted():
@@ -464,9 +453,8 @@ def test_repeated_prompts_are_counted():
 def test_resuming_with_changed_texts_is_refused():
     state = make_sampler().state_dict()
     changed = PromptDataset([Prompt(prompt_id=i, text=f"Prompt {i}") for i in range(10)])
-    with refused(ErrorCode.OTHER_RUN) as told:
+    with refused(ErrorCode.OTHER_RUN, told="fingerprint was"):
         PromptSampler(changed, seed=3).load_state_dict(state)
-    assert "fingerprint was" in told.value.text
 
 
 @pytest.mark.parametrize("in_memory", [0, 100, 10**6])

@@ -206,9 +206,8 @@ def test_fewer_bytes_than_were_promised_are_an_error(bucket, monkeypatch, cache)
 def test_a_url_that_cannot_be_fetched_is_named(site, status, tries, code, name):
     site.status = status
     for read in (load, lambda url: check_columns(url, flag=FLAG, required_columns=COLUMNS)):
-        with refused(code, flag=FLAG, value=site.url) as told:
+        with refused(code, flag=FLAG, value=site.url, told=name):
             read(site.url)
-        assert name in told.value.text
     assert site.asked.total() == 2 * tries  # each with HEAD and GET
 
 
@@ -260,9 +259,8 @@ def test_the_folder_of_a_bucket(bucket):
         *ROWS,
         {"input": "c"},
     ]
-    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value="memory://b/data") as told:
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value="memory://b/data", told=("'dev'", "test, train")):
         load("memory://b/data", split="dev")
-    assert "'dev'" in told.value.text and "test, train" in told.value.text
     with refused(ErrorCode.NOT_FOUND, flag=FLAG, value="memory://b@nowhere"):
         load("memory://b@nowhere")
 
@@ -295,9 +293,8 @@ def test_names_that_lead_out_of_the_cache_are_refused(monkeypatch, cache):
     files = type(fsspec.filesystem("memory"))
     monkeypatch.setattr(files, "info", lambda self, path, **_: {"type": "directory"})
     monkeypatch.setattr(files, "find", lambda self, path, **_: {"/b/../../x.jsonl": {"size": 1}})
-    with refused(ErrorCode.UNREADABLE, flag=FLAG, value="memory://b") as told:
+    with refused(ErrorCode.UNREADABLE, flag=FLAG, value="memory://b", told="../../x.jsonl"):
         load("memory://b")
-    assert "../../x.jsonl" in told.value.text
 
 
 @pytest.mark.parametrize(
@@ -310,9 +307,8 @@ def test_names_that_lead_out_of_the_cache_are_refused(monkeypatch, cache):
     ],
 )
 def test_addresses_that_nothing_reads(url, code, name):
-    with refused(code, flag=FLAG, value=url) as told:
+    with refused(code, flag=FLAG, value=url, told=name):
         load(url)
-    assert name in told.value.text
 
 
 def test_a_cache_folder_that_cannot_be_written(site, tmp_path, monkeypatch):

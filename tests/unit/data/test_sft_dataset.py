@@ -99,9 +99,8 @@ def encode(tokenizer, text):
 
 
 def test_rows_of_a_prompt_and_a_response_name_the_flag_and_the_columns(tokenizer):
-    with refused(ErrorCode.MISSING_FLAG, flag="--data.output_key") as told:
+    with refused(ErrorCode.MISSING_FLAG, flag="--data.output_key", told=("'input'", "output, source")):
         build([{"input": "1 + 1?", "output": "2", "source": "x"}], tokenizer, output_key=None)
-    assert "'input'" in told.value.text and "output, source" in told.value.text
 
 
 def test_golden_tokens_of_an_input_template(tokenizer):
@@ -383,10 +382,7 @@ BAD = {
     "missing": ({"input": "u"}, "'output' is missing"),
     "number": ({"input": "u", "output": 3}, "'output' is a number"),
     "a string in a list": ({"input": ["u"], "output": "a"}, "message 1"),
-    "no assistant": (
-        {"input": "u", "output": [{"role": "user", "content": "x"}]},
-        "role 'user'",
-    ),
+    "no assistant": ({"input": "u", "output": [{"role": "user", "content": "x"}]}, "role 'user'"),
 }
 
 
@@ -394,9 +390,8 @@ BAD = {
 def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     row, reason = BAD[case]
     rows = [{"input": "u", "output": "a"}, row]
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2, told=(reason, REMEDY)):
         build(rows, tokenizer)
-    assert reason in told.value.text and REMEDY in told.value.text
     dataset = build(rows, tokenizer, bad_rows="skip")
     assert len(dataset) == 1
     assert dataset.skipped == {"bad row": 1}

@@ -122,9 +122,8 @@ def test_unreadable_rows_are_left_out_and_counted(tmp_path, name, caplog):
     content, places, count = UNREADABLE[name]
     path = tmp_path / name
     path.write_bytes(content)
-    with refused(ErrorCode.INVALID_ROW, flag=FLAG, value=path, row=places[0]) as told:
+    with refused(ErrorCode.INVALID_ROW, flag=FLAG, value=path, row=places[0], told=REMEDY):
         load(path, columns=("input",))
-    assert REMEDY in told.value.text
     check_columns(str(path), flag=FLAG, required_columns={"--data.input_key": "input"}, bad_rows="skip")
     dropped: Counter[str] = Counter()
     rows = load(path, columns=("input",), bad_rows="skip")
@@ -264,9 +263,8 @@ def test_quoted_newlines_and_long_values_of_csv(tmp_path):
 def test_a_header_of_csv_names_each_column_once(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("input,output,output\n1,2,3\n")
-    with refused(ErrorCode.UNREADABLE, flag=FLAG, value=path, row=1) as told:
+    with refused(ErrorCode.UNREADABLE, flag=FLAG, value=path, row=1, told="'output' twice"):
         load(path)
-    assert "'output' twice" in told.value.text
     path.write_text(",input,\n0,one,\n")  # without names: an index, and a comma at the end
     assert load(path)[0]["input"] == "one"
 
@@ -283,9 +281,8 @@ def test_a_missing_file_is_reported_with_near_names(tmp_path):
     with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "trian.jsonl") as told:
         load(tmp_path / "trian.jsonl")
     assert told.value.text.endswith(": train.jsonl")
-    with refused(ErrorCode.NOT_FOUND, flag=FLAG) as told:
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, told=f"folder {tmp_path / 'nowhere'}"):
         load(tmp_path / "nowhere" / "train.jsonl")
-    assert f"folder {tmp_path / 'nowhere'}" in told.value.text
 
 
 def test_a_hub_name_that_cannot_be_read(tmp_path, monkeypatch):
@@ -345,16 +342,14 @@ def test_splits_of_folders(tmp_path):
     assert list(rows) == ROWS
     assert rows.origin(2) == f"{tmp_path}/train-00001-of-00002.jsonl:2"
     assert len(load(tmp_path, split="test")) == 1
-    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path) as told:
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path, told=("'dev'", "test, train")):
         load(tmp_path, split="dev")
-    assert "'dev'" in told.value.text and "test, train" in told.value.text
     saved = datasets.DatasetDict(
         train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS)
     )
     saved.save_to_disk(tmp_path / "saved")
-    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "saved") as told:
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "saved", told=("'dev'", "test, train")):
         load(tmp_path / "saved", split="dev")
-    assert "'dev'" in told.value.text and "test, train" in told.value.text
     (tmp_path / "bare").mkdir()
     with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "bare"):
         load(tmp_path / "bare")
@@ -426,9 +421,8 @@ def test_rows_whose_count_takes_long_are_not_counted(tmp_path, monkeypatch):
 )
 def test_probabilities_that_do_not_fit(tmp_path, probs, name):
     write_lines(tmp_path / "a.jsonl", ROWS)
-    with refused(ErrorCode.INVALID_VALUE, flag="--data.dataset_probs", value=probs) as told:
+    with refused(ErrorCode.INVALID_VALUE, flag="--data.dataset_probs", value=probs, told=name):
         load(f"{tmp_path}/a.jsonl,{tmp_path}/a.jsonl", probs=probs)
-    assert name in told.value.text
 
 
 def test_rows_of_json_lines_stay_on_disk(tmp_path):
@@ -643,9 +637,8 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b" " * 2**23, 9))  # a ratio of about 1,000
     monkeypatch.setattr("openrlhf.data.gzipped.SMALL", 2**20)
-    with refused(ErrorCode.UNREADABLE, value=path) as raised:
+    with refused(ErrorCode.UNREADABLE, value=path, told="more than 200 times its size"):
         load(path)
-    assert "more than 200 times its size" in raised.value.text
 
 
 def test_a_parquet_file_that_declares_more_than_the_disk_has_is_not_decoded(tmp_path, monkeypatch):

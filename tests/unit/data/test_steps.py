@@ -138,9 +138,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_row_is_named_or_skipped(case, caplog):
     row, changes, reason = BAD[case]
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2, told=(reason, REMEDY)):
         build([ROW, row], **changes)
-    assert reason in told.value.text and REMEDY in told.value.text
     with caplog.at_level(logging.WARNING):
         dataset = build([ROW, row, row, row, row], **changes, bad_rows="skip")
     assert len(dataset) == 1

@@ -25,10 +25,7 @@ OPTIONS = {
     "max_len": 64,
 }
 PLAIN = {"apply_chat_template": False, "input_template": "Q{} A"}
-ROWS = [
-    {"input": "12", "output": "33", "label": True},
-    {"input": "4", "output": "567", "label": False},
-]
+ROWS = [{"input": "12", "output": "33", "label": True}, {"input": "4", "output": "567", "label": False}]
 TOKENIZER = tiny_tokenizer()
 
 
@@ -72,10 +69,7 @@ def test_golden_tokens_of_a_chat_template():
 
 
 def test_a_mismatched_answer_is_cut_behind_its_prompt():
-    rows = [
-        {"input": "123", "output": "4", "label": 1},
-        {"input": "5", "output": "6789012", "label": 0},
-    ]
+    rows = [{"input": "123", "output": "4", "label": 1}, {"input": "5", "output": "6789012", "label": 0}]
     dataset = build(rows, apply_chat_template=False, max_len=7)
     assert texts(dataset[0]) == ("123⟦4<|end|>⟧", "123⟦6789⟧")
     assert texts(dataset[1]) == ("5⟦678901⟧", "5⟦4<|end|>⟧")
@@ -193,18 +187,16 @@ BAD = {
 def test_a_bad_label_is_named_or_skipped(case):
     label, reason = BAD[case]
     rows = [*ROWS, {"input": "7", "output": "8", "label": label}]
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=3) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=3, told=(reason, REMEDY)):
         build(rows)
-    assert reason in told.value.text and REMEDY in told.value.text
     dataset = build(rows, bad_rows="skip")
     assert len(dataset) == 2
     assert dataset.skipped == {"bad row": 1}
 
 
 def test_a_bad_answer_is_named():
-    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=3) as told:
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=3, told="'output' is missing"):
         build([*ROWS, {"input": "7", "label": True}])
-    assert "'output' is missing" in told.value.text
 
 
 def test_rows_that_teach_nothing_are_dropped_and_lend_no_answer():

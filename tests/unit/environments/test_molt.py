@@ -78,9 +78,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((f"3{END}", f"5{END}"), 0.0, -0.25, True, {}),
     ],
 )
-def test_an_environment_gives_the_sum_of_its_rewards(
-    file: Path, answers: tuple, reward: float, score: float, truncated: bool, logs: dict
-) -> None:
+def test_an_environment_gives_the_sum_of_its_rewards(file, answers, reward, score, truncated, logs):
     file.write_text(ENV)
     (sample,) = play(file, "2 + 2 =", "4", *answers)
     assert (sample.reward, sample.score, sample.truncated) == (reward, score, truncated)

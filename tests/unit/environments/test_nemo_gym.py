@@ -115,11 +115,7 @@ class Given(NemoGym):
         (Forgetful, row(1), "has no openrlhf_session"),
         (Failing, row(1), "answers 500"),
         (Given, row(1), "the agent's episode failed: agent_timeout"),
-        (
-            NemoGym,
-            row(1) | {"agent_ref": {"name": "math"}},
-            "known: simple_agent",
-        ),
+        (NemoGym, row(1) | {"agent_ref": {"name": "math"}}, "known: simple_agent"),
     ],
 )
 def test_failures(gym: type[NemoGym], label: dict, text: str) -> None:

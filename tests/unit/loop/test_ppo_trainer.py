@@ -27,11 +27,7 @@ from records import batch_of, record_of, trajectory
 from refusals import refused
 
 from openrlhf.checkpoint.folder import UNFINISHED
-from openrlhf.config.ppo import (
-    Failure,
-    KLConfig,
-    PPOConfig,
-)
+from openrlhf.config.ppo import Failure, KLConfig, PPOConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.loop.rl import PPOTrainer
@@ -290,9 +286,8 @@ def test_log_probs_that_are_not_finite_are_not_learned_from(tmp_path, name: str)
     trainer = trainer_of(tmp_path, config_of(tmp_path), eval_prompts=[])
     model = getattr(trainer, name)
     model.log_prob = float("nan")
-    with refused(ErrorCode.NOT_FINITE) as raised:
+    with refused(ErrorCode.NOT_FINITE, told=f"outputs of the {name}"):
         trainer.fit()
-    assert f"outputs of the {name}" in str(raised.value)
     assert trainer.policy.updates == [] and trainer.rollout.version == 0
 
 

@@ -55,9 +55,7 @@ def parsed(argv: Sequence[str], folder: Path) -> Invocation[PPOConfig]:
 
 
 @pytest.mark.parametrize("error", [DEATH, RayActorError(error_msg="gone")])
-def test_a_lost_process_starts_the_run_again_from_its_checkpoint(
-    started: list, capsys: pytest.CaptureFixture, error: Exception
-) -> None:
+def test_a_lost_process_starts_the_run_again_from_its_checkpoint(started, capsys, error):
     error.add_note("in step 3 of 9; the last checkpoint is a/global_step2")
     for count in (1, 2, 3):
         restart_after(error, 2, ["x.py", "y"])
@@ -67,9 +65,7 @@ def test_a_lost_process_starts_the_run_again_from_its_checkpoint(
     assert "in step 3 of 9" in said and "restart 2 of at most 2" in said and os.environ[RESTARTS] == "2"
 
 
-def test_lines_of_a_program_are_written_before_it_starts_again(
-    started: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_a_program_are_written_before_it_starts_again(started, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
     print("reward 0.5")
@@ -93,9 +89,7 @@ def test_other_errors_end_the_run(started: list) -> None:
     assert not started
 
 
-def test_a_program_that_is_in_no_file_is_not_started_again(
-    started: list, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_program_that_is_in_no_file_is_not_started_again(started, capsys):
     restart_after(DEATH, 1, [])
     assert not started and "the loop's program is not in a file" in capsys.readouterr().err
 

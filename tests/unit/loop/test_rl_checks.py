@@ -81,9 +81,8 @@ def test_a_teacher_must_read_images_as_the_student_does(tmp_path: Path) -> None:
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (path := other / name).exists():
             path.write_text(path.read_text().replace('"patch_size": 14', '"patch_size": 28'))
-    with refused(ErrorCode.INVALID_MODEL, flag="--teacher.model_name_or_path", value=other) as told:
+    with refused(ErrorCode.INVALID_MODEL, flag="--teacher.model_name_or_path", value=other, told=str(own)):
         task.check_models()
-    assert str(own) in told.value.text
 
 
 def test_the_origin_of_a_run_tells_its_data_apart(model: str, tmp_path: Path) -> None:
@@ -104,9 +103,7 @@ def test_the_origin_of_a_run_tells_its_data_apart(model: str, tmp_path: Path) ->
     assert "--actor.model_name_or_path" in contents and "--critic.model_name_or_path" in contents
 
 
-def test_a_run_prepares_everything_and_trains(
-    monkeypatch: pytest.MonkeyPatch, model: str, tmp_path: Path
-) -> None:
+def test_a_run_prepares_everything_and_trains(monkeypatch, model, tmp_path):
     """The cluster is a stand-in; it is left whether or not the training ends well."""
     calls: list[Any] = []
     note = lambda name, answer=None: lambda *_, **named: calls.append(name) or answer

@@ -153,9 +153,8 @@ def test_the_old_best_is_there_until_the_new_one_is_complete(tmp_path):
     config = config_of(tmp_path, estimator="gae", evaluated=True, save_steps=100)
     run = Run(config, 8, lambda episode, prompt: (0.0, 1.0), evaluation=lambda version: version / 10)
     engines_of(run.policy)[0].dies_at = "best_global_step2"
-    with refused(ErrorCode.NOT_WRITABLE) as told:
+    with refused(ErrorCode.NOT_WRITABLE, told=("_actor/.saving", "the disk is full")):
         run.trainer.fit()
-    assert "_actor/.saving" in told.value.text and "the disk is full" in told.value.text
     assert folders_in(tmp_path) == {role: ["best_global_step1"] for role in ("_actor", "_critic")}
 
     run = Run(config, 8, lambda episode, prompt: (0.0, 1.0), evaluation=lambda version: version / 10)

@@ -112,12 +112,7 @@ AGAIN = 10**6 * (3 * 300 * 2 + 4 * 100)
             (2.5e9, 1e9 + 2 * 100 * 2**20, 3e9, 1e6 * LAYER + AGAIN),
         ),
         ({"zero_stage": 1}, False, H100, (2e9, 2e9, 3e9, 1e7 * LAYER + HEAD_ON_GPU)),
-        (
-            {"zero_stage": 2, "adam_offload": True},
-            True,
-            H100,
-            (2e9, 2e9, 0, 1e7 * 200 + 1e6 * LAYER + AGAIN),
-        ),
+        ({"zero_stage": 2, "adam_offload": True}, True, H100, (2e9, 2e9, 0, 1e7 * 200 + 1e6 * LAYER + AGAIN)),
     ],
 )
 def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expected: tuple) -> None:
@@ -138,9 +133,7 @@ def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expe
 @pytest.mark.parametrize("gpu", [8 * 2**30, H100])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_a_chunk_of_logits_on_a_gpu(
-    gpu: int, vocabulary: int, dtype: str, softcap: float | None, with_entropy: bool
-) -> None:
+def test_a_chunk_of_logits_on_a_gpu(gpu, vocabulary, dtype, softcap, with_entropy):
     """Counts on the meta device the memory of the head of a model without layers, by a GPU's rules."""
     tokens, hidden = 16_384, 2048
     sizes = dict.fromkeys(("weight_bytes", "trainable", "layers", "intermediate", "queries", "keys"), 0)
@@ -211,9 +204,7 @@ def test_how_long_a_row_may_be() -> None:
         ({"micro_batch_size": 8}, 901, 1, "micro_batch_size", None),
     ],
 )
-def test_rows_that_exceed_the_memory_are_refused_with_what_fits(
-    train: dict, longest: int, sharing: int, flag: str, fitting: int | None
-) -> None:
+def test_rows_that_exceed_the_memory_are_refused_with_what_fits(train, longest, sharing, flag, fitting):
     """Weights of 100 bytes and one byte a token, on a device of 1,000 bytes: rows of 900 tokens fit."""
     estimate = lambda tokens: RankMemory(weights=100, gradients=0, optimizer=0, activations=tokens)
     config = TrainConfig(**train)

@@ -171,15 +171,7 @@ def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads,
     ("window", "softcap", "limit"), [(None, None, 1), (3, None, 1), (3, 1.5, 2), (None, 2, 1)]
 )
 @pytest.mark.parametrize(("start", "end"), [(0, 6), (4, 9), (8, 13), (10, 15)])
-def test_queries_of_a_slice_of_a_row(
-    monkeypatch,
-    start: int,
-    end: int,
-    window: int | None,
-    softcap: float | None,
-    limit: int,
-    with_kernel: bool,
-) -> None:
+def test_queries_of_a_slice_of_a_row(monkeypatch, start, end, window, softcap, limit, with_kernel):
     """Results equal those of the same tokens in the whole row, with gradients; `limit` queries have their
     scores in memory at a time."""
     monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)

@@ -13,11 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from openrlhf.models.checkpoint_layout import (
-    CheckpointLayout,
-    checkpoint_tensors,
-    forget_unused_conversions,
-)
+from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors, forget_unused_conversions
 
 
 def checkpoint_of(model: PreTrainedModel) -> dict[str, Tensor]:

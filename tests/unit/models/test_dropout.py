@@ -88,9 +88,7 @@ def test_layers_that_are_computed_again_compute_the_same(name, reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "opt, skipped layers"])
-def test_inputs_of_layers_wait_in_host_memory(
-    name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_layers_wait_in_host_memory(name, reentrant, monkeypatch):
     """Only the inputs go to host memory: one hidden state for each layer goes there and comes back, and
     nothing else changes."""
     model = model_of(name)

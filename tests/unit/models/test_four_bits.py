@@ -169,9 +169,7 @@ def test_our_own_nf4() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("damaged", [False, True])
-def test_wrong_weights_of_bitsandbytes_are_refused_by_size(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, nested: bool, damaged: bool
-) -> None:
+def test_wrong_weights_of_bitsandbytes_are_refused_by_size(monkeypatch, dtype, nested, damaged):
     """The fault is that of a kernel for AVX-512: where rows have half a block more than whole ones, it takes
     the scale of the block before for some weights."""
     sizes = (32, 96, 160, 64, 128, 192, 200, 256)
@@ -202,9 +200,7 @@ def test_wrong_weights_of_bitsandbytes_are_refused_by_size(
     assert named == {32, 96, 160}
 
 
-def test_a_model_in_four_bits_is_checked_when_it_is_loaded(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_four_bits_is_checked_when_it_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(functional, "dequantize_4bit", lambda packed, state: torch.zeros(state.shape))
     for load_it in (load_causal_lm, load_generator):
         with refused(ErrorCode.UNSUPPORTED, flag="--ds.load_in_4bit"):

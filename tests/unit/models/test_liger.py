@@ -174,18 +174,16 @@ def test_kernels_that_compute_something_else_are_refused(package, model, monkeyp
 
 def test_an_architecture_without_kernels_is_refused(package, model) -> None:
     package(None)
-    with refused(ErrorCode.UNSUPPORTED, flag="--ds.use_liger_kernel") as refusal:
+    with refused(ErrorCode.UNSUPPORTED, flag="--ds.use_liger_kernel", told="Qwen3ForCausalLM"):
         apply_liger(model)
-    assert "Qwen3ForCausalLM" in refusal.value.text
 
 
 def test_an_activation_without_kernel_is_refused(package) -> None:
     """Liger's MLP takes the place of any, and computes SiLU."""
     package(rope)
     model = hf.AutoModelForCausalLM.from_config(hf.Qwen3Config(**SHAPE, hidden_act="relu"))
-    with refused(ErrorCode.UNSUPPORTED, flag="--ds.use_liger_kernel") as refusal:
+    with refused(ErrorCode.UNSUPPORTED, flag="--ds.use_liger_kernel", told="ReLU"):
         apply_liger(model)
-    assert "ReLU" in refusal.value.text
 
 
 def test_kernels_without_a_gpu_are_refused(model, monkeypatch) -> None:

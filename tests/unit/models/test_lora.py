@@ -214,9 +214,7 @@ def test_adapters_are_merged_in_float32_and_then_rounded(base: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "is_told"), [(1e-6, True), (1.0, False)])
-def test_the_combiner_rounds_once_and_tells_what_rounding_loses(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: float, is_told: bool
-) -> None:
+def test_the_combiner_rounds_once_and_tells_what_rounding_loses(base, tmp_path, capsys, size, is_told):
     model = with_b_of(adapted(base), size)
     save_adapter(model, weights_of(model), tmp_path / "adapter")
     model.peft_config["default"].base_model_name_or_path = str(base)
@@ -237,9 +235,8 @@ def test_the_combiner_rounds_once_and_tells_what_rounding_loses(
 
 @pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens", "norm"])
 def test_a_module_that_cannot_be_adapted(base: Path, name: str) -> None:
-    with refused(ErrorCode.INVALID_VALUE, flag="--ds.lora.target_modules", value=name) as refusal:
+    with refused(ErrorCode.INVALID_VALUE, flag="--ds.lora.target_modules", value=name, told="q_proj"):
         adapted(base, target_modules=("k_proj", name))
-    assert "q_proj" in refusal.value.text
 
 
 def test_a_model_without_linear_layers_gets_no_adapter(base: Path) -> None:
@@ -322,9 +319,8 @@ def test_a_run_checks_its_adapters(base: Path, change: Callable, said: str) -> N
     model, lora = adapted(base), lora_of().lora
     check_adapters(model, lora, 1)
     change(model, model.get_submodule("model.layers.0.self_attn.q_proj"))
-    with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+    with refused(ErrorCode.BROKEN_INVARIANT, told=said):
         check_adapters(model, lora, 1)
-    assert said in refusal.value.text
 
 
 def test_a_random_adapter_changes_each_layer_by_half_of_its_input(base: Path) -> None:
@@ -335,9 +331,7 @@ def test_a_random_adapter_changes_each_layer_by_half_of_its_input(base: Path) ->
     assert moved.std().item() == pytest.approx(0.5 * inputs.std().item(), rel=0.5)
 
 
-def test_a_saved_adapter_loads_with_peft_and_with_transformers(
-    base: Path, row: PackedRow, tmp_path: Path
-) -> None:
+def test_a_saved_adapter_loads_with_peft_and_with_transformers(base, row, tmp_path):
     model = adapted(base)
     save_adapter(model, weights_of(model), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
@@ -350,9 +344,7 @@ def test_a_saved_adapter_loads_with_peft_and_with_transformers(
     assert torch.equal(logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path), row), logits(model, row))
 
 
-def test_an_adapter_that_peft_would_ignore_is_not_saved(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_peft_would_ignore_is_not_saved(base, tmp_path, monkeypatch):
     model = adapted(base)
     weights = weights_of(model)
     with refused(ErrorCode.BROKEN_INVARIANT):
@@ -367,9 +359,8 @@ def test_an_adapter_that_peft_would_ignore_is_not_saved(
 
 def test_an_adapter_is_not_taken_for_a_model(base: Path, tmp_path: Path) -> None:
     save_adapter(model := adapted(base), weights_of(model), tmp_path)
-    with refused(ErrorCode.INVALID_MODEL, flag="--model", value=tmp_path) as refusal:
+    with refused(ErrorCode.INVALID_MODEL, flag="--model", value=tmp_path, told="openrlhf lora_combiner"):
         load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
-    assert "openrlhf lora_combiner" in refusal.value.text
 
 
 def combined(base: Path, adapter: Path, *more: str) -> Path:
@@ -396,9 +387,7 @@ def test_the_merged_policy_is_the_policy_with_its_adapter(base: Path, row: Packe
 
 
 @pytest.mark.parametrize("head", ["score", "value_head"])
-def test_the_merged_reward_model_keeps_head_and_statistics(
-    base: Path, row: PackedRow, tmp_path: Path, head: str
-) -> None:
+def test_the_merged_reward_model_keeps_head_and_statistics(base, row, tmp_path, head):
     tokenizer = hf.AutoTokenizer.from_pretrained(base)
     torch.manual_seed(2)
     options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
@@ -441,9 +430,7 @@ def stderr_of(capsys: pytest.CaptureFixture, *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_an_adapter_of_another_base_is_refused(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_adapter_of_another_base_is_refused(base, tmp_path, capsys):
     save_adapter(model := adapted(base), weights_of(model), tmp_path / "adapter")
     for number, (change, said) in enumerate(
         [
@@ -464,9 +451,7 @@ def test_an_adapter_of_another_base_is_refused(
         assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_whose_files_belong_to_different_adapters_is_refused(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_adapter_whose_files_belong_to_different_adapters_is_refused(base, tmp_path, capsys):
     save_adapter(model := adapted(base), weights_of(model), tmp_path / "adapter")
     words = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter")]
     words += ["--output_path", str(tmp_path / "out")]
@@ -540,9 +525,7 @@ def test_adapters_of_experts_merge_into_the_model_that_peft_computes(tmp_path: P
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.few(3)
-def test_adapters_of_peft_merge_into_the_model_that_peft_computes(
-    base: Path, row: PackedRow, tmp_path: Path, options: dict, tied: bool
-) -> None:
+def test_adapters_of_peft_merge_into_the_model_that_peft_computes(base, row, tmp_path, options, tied):
     config = hf.AutoConfig.from_pretrained(base, tie_word_embeddings=tied)
     torch.manual_seed(3)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
@@ -591,10 +574,7 @@ FOUR_BITS = "--ds.load_in_4bit --ds.lora.rank 8"
 @pytest.mark.parametrize("command", [SFT, RM, DPO], ids=lambda command: command.name)
 @pytest.mark.parametrize(
     ("flags", "code"),
-    [
-        ("--ds.load_in_4bit", ErrorCode.CONFLICT),
-        (f"{FOUR_BITS} --ds.zero_stage 3", ErrorCode.UNSUPPORTED),
-    ],
+    [("--ds.load_in_4bit", ErrorCode.CONFLICT), (f"{FOUR_BITS} --ds.zero_stage 3", ErrorCode.UNSUPPORTED)],
 )
 def test_four_bits_that_cannot_train(command, flags: str, code: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):

@@ -56,9 +56,7 @@ def planned(size: ModelSize, flags: DeepSpeedConfig) -> ModelShape:
 
 @pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize("targets", [None, ("all-linear",), ("q_proj", "self_attn.v_proj")])
-def test_a_configuration_says_what_its_weights_are(
-    folder: str, scalar: bool, targets: tuple[str, ...] | None
-) -> None:
+def test_a_configuration_says_what_its_weights_are(folder, scalar, targets):
     flags = ds(lora=LoraConfig(rank=4, target_modules=targets)) if targets else ds()
     size = model_size(folder, FLAG, adapted=flags.lora.target_modules)
     load = (

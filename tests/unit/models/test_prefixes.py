@@ -145,9 +145,7 @@ backward."""
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, PRODUCTS * 2.0**-24), (torch.float64, 1e-6)])
-def test_any_tree_gives_the_same_losses_and_gradients(
-    qwen: PolicyModel, dtype: torch.dtype, rounding: float
-) -> None:
+def test_any_tree_gives_the_same_losses_and_gradients(qwen, dtype, rounding):
     """Each product rounds by 2^-24 of its result. If these errors are independent, a gradient differs by
     sqrt(2 * 30) 2^-24 = 5e-7, and by more if they have one direction, as in rows of few tokens. Norms,
     rotations and log-probs are float32 in every model, also in float64."""

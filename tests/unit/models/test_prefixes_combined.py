@@ -15,7 +15,6 @@ from test_lora import adapted, lora_of, randomised
 from test_prefixes import RELATED, check_equal, losses_and_gradients, row_of, small_qwen
 from test_sequence_parallel import OBJECTIVES, passed, policy, sharing
 
-from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode
 from openrlhf.models import backbone
 from openrlhf.models.backbone import get_row_layout
@@ -63,9 +62,7 @@ def related(seed: int = 0) -> list[Sample]:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.few(5)
-def test_every_objective(
-    threads: Callable, monkeypatch: pytest.MonkeyPatch, trees: list[bool], name: str
-) -> None:
+def test_every_objective(threads, monkeypatch, trees, name):
     """One rank, two ranks that share rows, and two that share matrices."""
     monkeypatch.setattr(test_sequence_parallel, "samples", related)
     build, row_with, objective_of = OBJECTIVES[name]
@@ -83,9 +80,7 @@ def test_every_objective(
 
 
 @pytest.mark.parametrize("mode", ["ring", "allgather"])
-def test_ranks_that_do_not_exchange_heads_read_whole_rows(
-    threads: Callable, caplog: pytest.LogCaptureFixture, mode: SequenceParallelMode
-) -> None:
+def test_ranks_that_do_not_exchange_heads_read_whole_rows(threads, caplog, mode):
     module = PolicyModel(policy()).float()
 
     def resolved(share: str) -> bool:
@@ -134,9 +129,7 @@ def test_adapters(folder: Path, trees: list[bool], build: Callable) -> None:
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_are_computed_again(
-    trees: list[bool], reentrant: bool, dropout: bool, on_host: bool
-) -> None:
+def test_layers_that_are_computed_again(trees, reentrant, dropout, on_host):
     """The configuration has dropout where passes switch it off."""
     module = small_qwen(attention_dropout=0.0 if dropout else 0.1)
     row, layout = row_of(*RELATED), get_row_layout(module.model)

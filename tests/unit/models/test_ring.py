@@ -99,9 +99,7 @@ up in float32, and inputs, outputs and their gradients are rounded."""
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_ring_attention_is_the_attention_of_the_whole_row(
-    threads: Callable, num_ranks: int, lengths: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_ring_attention_is_the_attention_of_the_whole_row(threads, num_ranks, lengths, dtype):
     """The output and gradients of grouped heads, with values of another size, equal those of float64 numbers
     in one piece."""
     expected = attended(lengths, torch.float64)
@@ -126,9 +124,7 @@ def test_ring_attention_is_the_attention_of_the_whole_row(
         ({"dropout": 0.1}, "dropout"),
     ],
 )
-def test_a_layer_that_cannot_use_the_ring_is_logged_once(
-    threads: Callable, caplog, options: dict, reason: str
-) -> None:
+def test_a_layer_that_cannot_use_the_ring_is_logged_once(threads, caplog, options, reason):
     attention.warn_once.cache_clear()
 
     def attend() -> None:
@@ -217,9 +213,7 @@ def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, windo
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("release", [varlen.varlen_attn, of_torch_2_11])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-def test_with_the_kernel_of_gpus(
-    threads: Callable, monkeypatch, lengths: tuple[int, ...], release: Callable
-) -> None:
+def test_with_the_kernel_of_gpus(threads, monkeypatch, lengths, release):
     """One call for each block equals one call for each sequence."""
     monkeypatch.setattr(varlen, "varlen_attn", release)
     on_cpu = threads(2, lambda: attended(lengths, torch.float64, sharing()))

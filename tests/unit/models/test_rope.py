@@ -2,7 +2,6 @@
 that transformers chooses by the longest position of a row are compared with fixed ones."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,10 +45,7 @@ LONG = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 MODELS = {
     "phi3, longrope": hf.Phi3Config(
-        **SHAPE,
-        max_position_embeddings=128,
-        original_max_position_embeddings=ORIGINAL,
-        rope_parameters=LONG,
+        **SHAPE, max_position_embeddings=128, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG
     ),
     "llama, dynamic": hf.LlamaConfig(**SHAPE, max_position_embeddings=ORIGINAL, rope_parameters=DYNAMIC),
     "gemma3, dynamic": hf.Gemma3TextConfig(
@@ -200,9 +196,7 @@ def test_angles_differ_from_those_of_a_model_that_is_not_stretched(kind: str) ->
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "ulysses"), (3, "allgather")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.few(5)
-def test_slices_have_the_angles_of_their_sequence(
-    threads: Callable, kind: str, num_ranks: int, mode: str
-) -> None:
+def test_slices_have_the_angles_of_their_sequence(threads, kind, num_ranks, mode):
     policy = stretched(kind)
     enable_checkpointing(policy.model, reentrant=False, dropout=True)
     policy.train()

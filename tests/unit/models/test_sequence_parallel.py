@@ -100,9 +100,7 @@ def row_of(*lengths: int) -> PackedRow:
         ((1,), 3, (1, 5), [[0, 4], [0, 3], [1, 2]]),
     ],
 )
-def test_slices_are_equal_and_what_fills_them_up_is_a_sequence(
-    threads: Callable, lengths: tuple, num_ranks: int, filled: tuple, slices: list
-) -> None:
+def test_slices_are_equal_and_what_fills_them_up_is_a_sequence(threads, lengths, num_ranks, filled, slices):
     def positions() -> tuple[tuple[int, ...], list[int], int]:
         row = sharing().padded(row_of(*lengths))
         return row.lengths, sharing().own(row.position_ids).tolist(), row.num_tokens
@@ -163,9 +161,7 @@ def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
         ("ring", 8, 8, False),
     ],
 )
-def test_when_heads_are_divided_among_four(
-    threads: Callable, mode: Any, num_heads: int, num_kv: int, expected: bool
-) -> None:
+def test_when_heads_are_divided_among_four(threads, mode, num_heads, num_kv, expected):
     assert threads(4, lambda: sharing(mode).splits_heads(num_heads, num_kv)) == [expected] * 4
 
 
@@ -378,9 +374,7 @@ KINDS = ((4, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2), (2, "ring"
         for i, kind in enumerate(KINDS)
     ],
 )
-def test_every_kind_of_attention(
-    threads: Callable, name: str, num_ranks: int, mode: SequenceParallelMode, heads: int
-) -> None:
+def test_every_kind_of_attention(threads, name, num_ranks, mode, heads):
     module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
     check_equal(on_ranks(threads, module, row, lambda m: PPO, num_ranks, mode, heads), expected)
@@ -400,9 +394,7 @@ def test_common_prefixes_are_read_once_by_ranks_that_exchange_heads(threads: Cal
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", ["ulysses", "allgather", "ring"])
-def test_layers_that_are_computed_again(
-    threads: Callable, mode: SequenceParallelMode, reentrant: bool
-) -> None:
+def test_layers_that_are_computed_again(threads, mode, reentrant):
     """With gradient checkpointing ranks meet in the backward pass too."""
     module, row = PolicyModel(policy()), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
@@ -412,9 +404,7 @@ def test_layers_that_are_computed_again(
 
 
 @pytest.mark.parametrize(("mode", "most"), [("ulysses", 0.27), ("allgather", 0.30), ("ring", 0.26)])
-def test_a_rank_keeps_its_share_of_the_activations(
-    threads: Callable, mode: SequenceParallelMode, most: float
-) -> None:
+def test_a_rank_keeps_its_share_of_the_activations(threads, mode, most):
     """Four ranks keep a quarter each; beside that, in every mode but the ring, a copy of the rank's keys, of
     which there are 2 heads, or the keys of the others."""
     module, row = PolicyModel(policy()), row_of(*[50] * 20)

@@ -16,15 +16,7 @@ import transformers as hf
 from architectures import ALL, tiny_config
 from refusals import refused
 from test_policy import SHAPE
-from test_sequence_parallel import (
-    NORM,
-    OBJECTIVES,
-    PPO,
-    ROUNDING,
-    experiences,
-    language_model,
-    scorer,
-)
+from test_sequence_parallel import NORM, OBJECTIVES, PPO, ROUNDING, experiences, language_model, scorer
 from torch import Tensor
 
 from openrlhf.algorithms.logprobs import (
@@ -132,9 +124,7 @@ def test_layers_that_are_computed_again(threads: Callable, reentrant: bool) -> N
     check_equal(on_ranks(threads, module, experiences(), lambda m: PPO, 2), expected)
 
 
-def test_layers_with_the_same_input_sum_its_gradients_once(
-    threads: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_the_same_input_sum_its_gradients_once(threads, monkeypatch):
     """In a layer there are two sums forward, after attention and MLP, and two backward, before them."""
     module, row = BUILT["qwen3, tied"](), experiences().row
     of_states: list[int] = []
@@ -248,9 +238,7 @@ REFUSED = "--ds.tensor_parallel_size 2: "
     ],
     ids=str,
 )
-def test_a_wrong_plan_is_refused(
-    threads: Callable, monkeypatch: pytest.MonkeyPatch, plan: dict, reason: str
-) -> None:
+def test_a_wrong_plan_is_refused(threads, monkeypatch, plan, reason):
     """A wrong plan is refused even where each rank computes something of the right shape."""
     no_sum = partial(tensor_parallel._shard_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
     monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
@@ -275,9 +263,7 @@ def test_one_layer_without_its_sum_shows(threads: Callable, monkeypatch: pytest.
         assert said.startswith(REFUSED) and "hidden states" in said
 
 
-def test_a_head_whose_tokens_are_mixed_up_is_refused(
-    threads: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_whose_tokens_are_mixed_up_is_refused(threads, monkeypatch):
     joined = SharedVocabulary.joined
     monkeypatch.setattr(SharedVocabulary, "joined", lambda self, x: joined(self, x).flip(-1))
     for said in shared_rightly(threads, BUILT["llama, untied, biases"]()):
@@ -356,11 +342,7 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     [
         (hf.GPT2Config(n_embd=32, n_head=4), 2, "transformers has no plan for its architecture"),
         (tiny_config("apertus"), 2, "its activation has weights of its own"),
-        (
-            hf.MixtralConfig(**EVEN),
-            2,
-            "transformers' plan for model.layers.0.mlp.experts is moe_tp_experts,",
-        ),
+        (hf.MixtralConfig(**EVEN), 2, "transformers' plan for model.layers.0.mlp.experts is moe_tp_experts,"),
         (hf.LlamaConfig(**EVEN), 3, "its 4 attention heads"),
         (hf.LlamaConfig(**SHAPE), 4, "its 2 heads of keys"),
         (
@@ -371,9 +353,7 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_model_that_ranks_cannot_share_is_refused(
-    config: hf.PreTrainedConfig, size: int, reason: str, tmp_path
-) -> None:
+def test_a_model_that_ranks_cannot_share_is_refused(config, size, reason, tmp_path):
     config.save_pretrained(tmp_path)
     with refused(ErrorCode.UNSUPPORTED, flag="--ds.tensor_parallel_size", value=size) as refusal:
         check_tensor_parallel(str(tmp_path), "--model.model_name_or_path", size)

@@ -36,10 +36,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert {name for name, _, _ in rows} == {"r"}
     numbers = [(step, json.loads(text)) for _, step, text in rows if b"samples" not in text]
-    assert numbers == [
-        (1, {"rollout/reward_mean": 0.25, "bad": "NaN"}),
-        (2, {"rollout/reward_mean": 0.5}),
-    ]
+    assert numbers == [(1, {"rollout/reward_mean": 0.25, "bad": "NaN"}), (2, {"rollout/reward_mean": 0.5})]
     assert sum(b"env_error" in text for _, _, text in rows) == 2
 
 
@@ -58,9 +55,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
-def test_swanlab(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
-) -> None:
+def test_swanlab(tmp_path, monkeypatch, caplog, mode):
     """Without a key an online run is recorded offline."""
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", mode)

@@ -12,14 +12,7 @@ from refusals import refused
 
 from openrlhf.errors import ErrorCode
 from openrlhf.observability import run_folder
-from openrlhf.observability.run_folder import (
-    REDACTED,
-    RunFolder,
-    find_secrets,
-    read_jsonl,
-    redact,
-    to_json,
-)
+from openrlhf.observability.run_folder import REDACTED, RunFolder, find_secrets, read_jsonl, redact, to_json
 from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metrics
 
 SECRET = "0123456789abcdefMARKER"

@@ -128,10 +128,7 @@ def test_mutants_are_known_by_their_texts(root: Path) -> None:
     file.write_text(file.read_text().replace("def smaller", "LIMIT = 1\n\n\ndef smaller"))
     assert mutant(root, "smaller", "< y", "<= y") == before
     assert before.id == mutant(root, "smaller", "< y", "<= y").id
-    assert before.lines(root) == (
-        "return scale * (x if x < y else y)",
-        "return scale * (x if x <= y else y)",
-    )
+    assert before.lines(root) == ("return scale * (x if x < y else y)", "return scale * (x if x <= y else y)")
 
 
 def test_mutants_differ_from_the_original_and_from_each_other(root: Path) -> None:

@@ -33,8 +33,7 @@ ENDS_ALL = """
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "parallel"),
-    [(LEAVES_ONE, 1, []), (LEAVES_ONE, 1, PARALLEL), (ENDS_ALL, 0, PARALLEL)],
+    ("text", "code", "parallel"), [(LEAVES_ONE, 1, []), (LEAVES_ONE, 1, PARALLEL), (ENDS_ALL, 0, PARALLEL)]
 )
 def test_a_run_that_leaves_a_process_fails(tmp_path, text, code, parallel) -> None:
     (tmp_path / "test_it.py").write_text(textwrap.dedent(text))

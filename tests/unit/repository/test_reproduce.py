@@ -66,9 +66,7 @@ def check(monkeypatch: pytest.MonkeyPatch, folder: Path, solved: list[int]) -> s
     return reproduce.difference(ROWS["tiny-words-grpo"], options)
 
 
-def test_a_check_fails_if_two_seeds_leave_the_intervals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_fails_if_two_seeds_leave_the_intervals(tmp_path, monkeypatch):
     assert "no results" in check(monkeypatch, tmp_path, [])
     write("tiny-words-grpo", 0, with_score(128), tmp_path)
     assert check(monkeypatch, tmp_path, [130]) == ""

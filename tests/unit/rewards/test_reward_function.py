@@ -25,6 +25,43 @@ def reward(value, score=None, **logs):
     return Reward(reward=value, score=value if score is None else score, extra_logs=logs)
 
 
+@pytest.fixture
+def function_of(tmp_path):
+    """Returns function_of(source, **options) for a file reward.py; the functions are closed after a test."""
+    path, made = tmp_path / "reward.py", []
+
+    def make(source, **options):
+        path.write_text(source)
+        made.append(RewardFunction(str(path), **{"timeout": 30.0} | options))
+        return made[-1]
+
+    yield make
+    for function in made:
+        function.close()
+
+
+def ask(function, labels, query="x"):
+    """Sends texts of 0, 1, ... characters together; returns the rewards, or the errors in their place."""
+
+    async def together():
+        calls = [function(query * i, "", label) for i, label in enumerate(labels)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(together())
+
+
+def ask_in_turn(function, count) -> list:
+    """Sends one sample after the other; returns the rewards, or the errors in their place."""
+
+    async def in_turn():
+        answers = []
+        for i in range(count):
+            answers += await asyncio.gather(function(f"query {i}", "prompt", ""), return_exceptions=True)
+        return answers
+
+    return asyncio.run(in_turn())
+
+
 def test_every_machine_has_the_function_of_the_one_where_the_run_started(tmp_path):
     """A machine may have another file of that name, or none."""
     path = tmp_path / "ours.py"
@@ -106,36 +143,29 @@ def test_a_call_fails_alone(function, fate, text):
     assert call(function, "fine").reward == len(" and answer")
 
 
-def test_calls_side_by_side(tmp_path):
+def test_calls_side_by_side(function_of):
     """There are two workers; the failure of one call does not touch the others."""
-    path = tmp_path / "user_reward.py"
-    path.write_text(USER_FILE)
-    function = RewardFunction(str(path), timeout=1, num_workers=2)
-
-    async def ask():
-        fates = ["fine", "hang", "fine", "raise", "fine"]
-        calls = [function("x" * i, "", fate) for i, fate in enumerate(fates)]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    answers = asyncio.run(ask())
-    function.close()
-    assert [a.reward if isinstance(a, Reward) else type(a) for a in answers] == [
-        0.0,
-        RewardError,
-        2.0,
-        RewardError,
-        4.0,
-    ]
+    fates = ["fine", "hang", "fine", "raise", "fine"]
+    answers = ask(function_of(USER_FILE, timeout=1, num_workers=2), fates)
+    found = [a.reward if isinstance(a, Reward) else type(a) for a in answers]
+    assert found == [0.0, RewardError, 2.0, RewardError, 4.0]
 
 
-def test_a_file_that_cannot_be_imported(tmp_path):
-    path = tmp_path / "broken.py"
-    path.write_text("import no_such_package\ndef reward_func(queries, prompts, labels): return [1.0]\n")
-    function = RewardFunction(str(path), timeout=5)
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "import no_such_package\ndef reward_func(queries, prompts, labels): return [1.0]",
+            r"line 1: ModuleNotFoundError: .*no_such_package",
+        ),
+        ("def reward_func(queries, prompts, labels, *, limit): return [limit]", r"required .*'limit'"),
+    ],
+)
+def test_each_call_of_a_file_that_cannot_be_used_is_told_why(function_of, source, text):
+    function = function_of(source)
     for _ in range(2):
-        with pytest.raises(RewardError, match=r"line 1: ModuleNotFoundError: .*no_such_package"):
+        with pytest.raises(RewardError, match=text):
             call(function, "")
-    function.close()
 
 
 @pytest.mark.parametrize(
@@ -174,15 +204,12 @@ def test_a_file_that_takes_long_to_import_is_remarked_upon(tmp_path):
     assert not alive.exists()  # the function's process has ended
 
 
-def test_an_import_that_does_not_end_ends_the_run(tmp_path, monkeypatch):
+def test_an_import_that_does_not_end_ends_the_run(function_of, tmp_path, monkeypatch):
     """The error is no RewardError, which would be a sample's own."""
     monkeypatch.setattr(process, "IMPORT_DEADLINE", 0.3)
-    path = tmp_path / "reward.py"
-    path.write_text("import time\ntime.sleep(60)\n")
-    function = RewardFunction(str(path), timeout=30)
-    with pytest.raises(ImportTimeout, match=rf"^{path}: .* 0.3 s"):
+    function = function_of("import time\ntime.sleep(60)\n")
+    with pytest.raises(ImportTimeout, match=rf"^{tmp_path}/reward.py: .* 0.3 s"):
         call(function, "")
-    function.close()
 
 
 @pytest.mark.parametrize(
@@ -199,24 +226,12 @@ def test_an_import_that_does_not_end_ends_the_run(tmp_path, monkeypatch):
         "import torch\ndef reward_func(queries, prompts, labels): return torch.zeros(1)",
     ],
 )
-def test_functions_of_every_form_are_called_with_three_lists(tmp_path, monkeypatch, source):
+def test_functions_of_every_form_are_called_with_three_lists(tmp_path, monkeypatch, function_of, source):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "elsewhere.py").write_text("def judge(q, p, l): return [0]\nreward_func = judge")
-    path = tmp_path / "reward.py"
-    path.write_text(source)
-    assert check_reward_file(str(path), "--reward.remote_url") == ""
-    function = RewardFunction(str(path), timeout=30)
+    function = function_of(source)
+    assert check_reward_file(str(tmp_path / "reward.py"), "--reward.remote_url") == ""
     assert call(function, "") == reward(0.0)
-    function.close()
-
-
-def test_a_required_keyword_is_told_of(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text("def reward_func(queries, prompts, labels, *, limit): return [limit]")
-    function = RewardFunction(str(path), timeout=5)
-    with pytest.raises(RewardError, match=r"required .*'limit'"):
-        call(function, "")
-    function.close()
 
 
 LOGGING_FILE = """
@@ -241,16 +256,8 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def test_extra_logs_of_every_form_become_metrics_over_samples(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(LOGGING_FILE)
-    function = RewardFunction(str(path), timeout=30, batch_size=3)  # batches of 3 and 1
-
-    async def ask():
-        return await asyncio.gather(*(function("", "", i) for i in range(4)))
-
-    rewards = asyncio.run(ask())
-    function.close()
+def test_extra_logs_of_every_form_become_metrics_over_samples(function_of):
+    rewards = ask(function_of(LOGGING_FILE, batch_size=3), range(4))  # batches of 3 and 1
     trajectories = [
         trajectory(r.reward, prompt_id=i, score=r.score, extra_logs=r.extra_logs)
         for i, r in enumerate(rewards)
@@ -283,46 +290,36 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def ask_batches(tmp_path, fates, **options):
-    """Returns the rewards of texts of 0, 1, ... characters or the errors in their place, and the sizes of the
-    calls."""
-    path, log = tmp_path / "reward.py", tmp_path / "calls.txt"
-    path.write_text(BATCH_FILE.replace("LOG", repr(str(log))))
-    function = RewardFunction(str(path), **{"timeout": 1.0, **options})
+@pytest.fixture
+def ask_batches(function_of, tmp_path):
+    """Returns ask_batches(fates, **options) -> the answers of BATCH_FILE and the sizes of calls."""
+    log = tmp_path / "calls.txt"
 
-    async def ask():
-        calls = [function("x" * i, "", fate) for i, fate in enumerate(fates)]
-        return await asyncio.gather(*calls, return_exceptions=True)
+    def asked(fates, **options):
+        function = function_of(BATCH_FILE.replace("LOG", repr(str(log))), **{"timeout": 1.0} | options)
+        return ask(function, fates), [int(line) for line in log.read_text().splitlines()]
 
-    answers = asyncio.run(ask())
-    function.close()
-    return answers, [int(line) for line in log.read_text().splitlines()]
+    return asked
 
 
-def test_alone_each_sample_is_a_call(tmp_path):
-    answers, sizes = ask_batches(tmp_path, [""] * 6)
-    assert [a.reward for a in answers] == [0, 1, 2, 3, 4, 5]
-    assert sizes == [1] * 6
-
-
-def test_samples_that_finish_together_are_handed_over_together(tmp_path):
-    answers, sizes = ask_batches(tmp_path, [""] * 10, batch_size=4)
+@pytest.mark.parametrize(("options", "sizes"), [({}, [1] * 10), ({"batch_size": 4}, [4, 4, 2])])
+def test_samples_that_finish_together_are_handed_over_in_calls_of_the_batch_size(ask_batches, options, sizes):
+    answers, asked = ask_batches([""] * 10, **options)
     assert [a.reward for a in answers] == list(range(10))
-    assert sizes == [4, 4, 2]
-    assert [a.extra_logs["batch"] for a in answers] == [4] * 8 + [2] * 2
+    assert asked == sizes
+    assert [a.extra_logs["batch"] for a in answers] == [size for size in sizes for _ in range(size)]
 
 
-def test_samples_that_finish_while_the_function_works_wait_and_go_together(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(
+def test_samples_that_finish_while_the_function_works_wait_and_go_together(function_of):
+    function = function_of(
         "import time\n"
         "def reward_func(queries, prompts, labels):\n"
         "    time.sleep(0.3)\n"
-        "    return {'rewards': [0] * len(queries), 'extra_logs': {'batch': len(queries)}}\n"
+        "    return {'rewards': [0] * len(queries), 'extra_logs': {'batch': len(queries)}}\n",
+        batch_size=16,
     )
-    function = RewardFunction(str(path), timeout=5, batch_size=16)
 
-    async def ask():
+    async def late():
         first = asyncio.create_task(function("first", "", ""))
         while not function._processes[0]._pipe:  # the worker is busy
             await asyncio.sleep(0.01)
@@ -332,9 +329,7 @@ def test_samples_that_finish_while_the_function_works_wait_and_go_together(tmp_p
             await asyncio.sleep(0.01)  # longer than the window
         return [await task for task in (first, *later)]
 
-    answers = asyncio.run(ask())
-    function.close()
-    assert [a.extra_logs["batch"] for a in answers] == [1, 5, 5, 5, 5, 5]
+    assert [a.extra_logs["batch"] for a in asyncio.run(late())] == [1, 5, 5, 5, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -347,9 +342,9 @@ def test_samples_that_finish_while_the_function_works_wait_and_go_together(tmp_p
     ],
 )
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_one_bad_sample_of_a_batch_fails_alone(tmp_path, fate, text, num_workers):
+def test_one_bad_sample_of_a_batch_fails_alone(ask_batches, fate, text, num_workers):
     fates = ["", "", "", "", "", fate, "", ""]
-    answers, sizes = ask_batches(tmp_path, fates, batch_size=8, num_workers=num_workers)
+    answers, sizes = ask_batches(fates, batch_size=8, num_workers=num_workers)
     bad = answers.pop(5)
     assert isinstance(bad, RewardError) and text in str(bad)
     assert [a.reward for a in answers] == [0, 1, 2, 3, 4, 6, 7]
@@ -357,32 +352,27 @@ def test_one_bad_sample_of_a_batch_fails_alone(tmp_path, fate, text, num_workers
     assert sorted(sizes, reverse=True) == ([8, *[1] * 8] if alone else [8, 4, 4, 2, 2, 1, 1])
 
 
-def test_values_of_another_number_than_the_samples_fail_the_call(tmp_path):
+def test_values_of_another_number_than_the_samples_fail_the_call(ask_batches):
     """Halving would find a call that they fit, and give the values of others to its samples."""
-    answers, sizes = ask_batches(tmp_path, ["", "", "", "short", ""], batch_size=4)
+    answers, sizes = ask_batches(["", "", "", "short", ""], batch_size=4)
     assert [str(a) for a in answers[:4]] == ["reward_func returned 3 rewards for 4 samples"] * 4
     assert answers[4].reward == 4 and sizes == [4, 1]
 
 
-def test_a_call_that_needs_too_much_memory_fails_alone(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(
+def test_a_call_that_needs_too_much_memory_fails_alone(function_of):
+    function = function_of(
         "def reward_func(queries, prompts, labels):\n"
-        "    return [float(len(bytearray(int(label)))) for label in labels]\n"
+        "    return [float(len(bytearray(int(label)))) for label in labels]\n",
+        memory_gb=0.5,
+        batch_size=4,
     )
-    function = RewardFunction(str(path), timeout=20, memory_gb=0.5, batch_size=4)
-
-    async def ask():
-        calls = [function("", "", label) for label in ("1", "2", str(10**9), "3")]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    answers = asyncio.run(ask())
-    function.close()
+    answers = ask(function, ("1", "2", str(10**9), "3"))
     assert "MemoryError" in str(answers.pop(2))
     assert [a.reward for a in answers] == [1, 2, 3]
 
 
-def test_a_function_that_normalises_over_a_call_is_told_which_flag_fills_calls(tmp_path):
+def test_a_function_that_normalises_over_a_call_is_told_which_flag_fills_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # this process imports the file, and adds its folder
     path = tmp_path / "reward.py"
     path.write_text(
         "import torch\n"
@@ -400,62 +390,51 @@ def test_a_function_that_normalises_over_a_call_is_told_which_flag_fills_calls(t
 
 
 @pytest.mark.parametrize(("batch_size", "samples"), [(1, 200), (16, 60)])
-def test_deaths_fail_nobody_else(tmp_path, batch_size, samples):
+def test_deaths_fail_nobody_else(ask_batches, batch_size, samples):
     """There are two workers; one sample of twenty kills the process that works on it."""
     fates = ["kill" if i % 20 == 7 else "" for i in range(samples)]
-    answers, _ = ask_batches(tmp_path, fates, num_workers=2, batch_size=batch_size, timeout=30)
+    answers, _ = ask_batches(fates, num_workers=2, batch_size=batch_size, timeout=30)
     failed = [i for i, a in enumerate(answers) if isinstance(a, RewardError)]
     assert failed == list(range(7, samples, 20))
     assert all("exit code -9" in str(answers[i]) for i in failed)
     assert all(a.reward == i for i, a in enumerate(answers) if i not in failed)
 
 
-def test_deaths_and_hangs_among_each_other(tmp_path):
+def test_deaths_and_hangs_among_each_other(ask_batches):
     fates = [{3: "hang", 11: "kill", 17: "nan"}.get(i % 20, "") for i in range(80)]
-    answers, _ = ask_batches(tmp_path, fates, num_workers=4, timeout=4)
+    answers, _ = ask_batches(fates, num_workers=4, timeout=4)
     kinds = {"hang": "longer than", "kill": "exit code -9", "nan": "not finite"}
     for i, (fate, answer) in enumerate(zip(fates, answers, strict=True)):
         assert kinds[fate] in str(answer) if fate else answer.reward == i
 
 
-def test_a_worker_that_is_killed_while_idle_costs_nothing(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text("import os\ndef reward_func(q, p, l): return [os.getpid()]")
-    function = RewardFunction(str(path), timeout=30)
+def test_a_worker_that_is_killed_while_idle_costs_nothing(function_of):
+    function = function_of("import os\ndef reward_func(q, p, l): return [os.getpid()]")
     pid = int(call(function, "").reward)
     os.kill(pid, signal.SIGKILL)
     while function._processes[0]._process.is_alive():
         time.sleep(0.01)
     assert call(function, "").reward not in (pid, 0)
-    function.close()
 
 
-def test_a_file_that_kills_its_process_is_told_of(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text("import os\nos._exit(3)\ndef reward_func(q, p, l): return [1.0]")
-    function = RewardFunction(str(path), timeout=30, batch_size=4, num_workers=2)
-
-    async def ask():
-        return await asyncio.gather(*(function("", "", "") for _ in range(4)), return_exceptions=True)
-
-    errors = asyncio.run(ask())
-    function.close()
-    assert [str(error) for error in errors] == [
-        f"{path}: the process that imported the file died with exit code 3"
-    ] * 4
+def test_a_file_that_kills_its_process_is_told_of(function_of, tmp_path):
+    function = function_of("import os\nos._exit(3)\ndef reward_func(q, p, l): return [1.0]", batch_size=4)
+    errors = ask(function, [""] * 4)
+    told = f"{tmp_path}/reward.py: the process that imported the file died with exit code 3"
+    assert [str(error) for error in errors] == [told] * 4
     assert len({id(error) for error in errors}) == 4
 
 
-def test_what_a_hanging_call_started_is_killed_with_it(tmp_path):
-    path, pid_file = tmp_path / "reward.py", tmp_path / "pid"
-    path.write_text(
+def test_what_a_hanging_call_started_is_killed_with_it(function_of, tmp_path):
+    pid_file = tmp_path / "pid"
+    function = function_of(
         "import pathlib, subprocess\n"
         "def reward_func(queries, prompts, labels):\n"
         "    child = subprocess.Popen(['sleep', '60'])\n"
         f"    pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
-        "    child.wait()\n"
+        "    child.wait()\n",
+        timeout=0.5,
     )
-    function = RewardFunction(str(path), timeout=0.5)
     with pytest.raises(RewardError, match="took longer"):
         call(function, "")
     function.close()
@@ -469,51 +448,33 @@ def is_alive(status):
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_closing_frees_those_who_wait(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text("import time\ndef reward_func(q, p, l): time.sleep(60)")
+def test_closing_frees_those_who_wait(function_of):
+    function = function_of("import time\ndef reward_func(q, p, l): time.sleep(60)", timeout=60)
 
-    async def run():
-        function = RewardFunction(str(path), timeout=60)
+    async def close():
         calls = [asyncio.create_task(function("", "", "")) for _ in range(3)]
         while not function._processes[0]._pipe:
             await asyncio.sleep(0.01)
         function.close()
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    assert [type(answer) for answer in asyncio.run(run())] == [asyncio.CancelledError] * 3
+    assert [type(answer) for answer in asyncio.run(close())] == [asyncio.CancelledError] * 3
 
 
-def ask_in_turn(path: Path, count: int, **options) -> list:
-    """Sends one sample after the other; returns the rewards, or the errors."""
-
-    async def ask():
-        function = RewardFunction(str(path), **({"timeout": 20.0} | options))
-        answers = []
-        for i in range(count):
-            answers += await asyncio.gather(function(f"query {i}", "prompt", ""), return_exceptions=True)
-        function.close()
-        return answers
-
-    return asyncio.run(ask())
-
-
-def test_an_asynchronous_function_keeps_what_belongs_to_its_loop(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(
+def test_an_asynchronous_function_keeps_what_belongs_to_its_loop(function_of):
+    function = function_of(
         "import asyncio\n"
         "loops = []\n"
         "async def reward_func(queries, prompts, labels):\n"
         "    loops.append(asyncio.get_running_loop())\n"
         "    return [len({id(loop) for loop in loops})]\n"
     )
-    assert [answer.reward for answer in ask_in_turn(path, 3)] == [1, 1, 1]
+    assert [answer.reward for answer in ask_in_turn(function, 3)] == [1, 1, 1]
 
 
-def test_a_file_is_a_module_like_any_other(tmp_path):
+def test_a_file_is_a_module_like_any_other(function_of):
     """Dataclasses look their module up, pickle too, and an enum may name a log."""
-    path = tmp_path / "reward.py"
-    path.write_text(
+    function = function_of(
         "from __future__ import annotations\n"
         "import pickle\n"
         "from dataclasses import dataclass\n"
@@ -527,32 +488,32 @@ def test_a_file_is_a_module_like_any_other(tmp_path):
         "    verdict = pickle.loads(pickle.dumps(Verdict(0.5)))\n"
         "    return {'rewards': [verdict.value], 'extra_logs': {Log.LENGTH: len(queries[0])}}\n"
     )
-    assert ask_in_turn(path, 1) == [reward(0.5, length=7.0)]
+    assert ask_in_turn(function, 1) == [reward(0.5, length=7.0)]
 
 
-def test_a_death_is_noticed_though_a_child_lives_on(tmp_path):
+def test_a_death_is_noticed_though_a_child_lives_on(function_of):
     """The child has the pipe too, so its end is not the end of the pipe."""
-    path = tmp_path / "reward.py"
-    path.write_text(
+    function = function_of(
         "import os, signal, time\n"
         "def reward_func(queries, prompts, labels):\n"
         "    if os.fork() == 0:\n"
         "        time.sleep(60)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n",
+        timeout=50.0,
     )
-    (error,) = ask_in_turn(path, 1, timeout=50.0)
+    (error,) = ask_in_turn(function, 1)
     assert isinstance(error, RewardError) and "exit code -9" in str(error)
 
 
-def test_a_worker_whose_import_fails_does_not_get_all_the_work(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(
+def test_a_worker_whose_import_fails_does_not_get_all_the_work(function_of, tmp_path):
+    function = function_of(
         "import os\n"
         f"os.mkdir({str(tmp_path / 'only_once')!r})\n"
         "def reward_func(queries, prompts, labels):\n"
-        "    return [1.0]\n"
+        "    return [1.0]\n",
+        num_workers=2,
     )
-    answers = ask_in_turn(path, 8, num_workers=2)
+    answers = ask_in_turn(function, 8)
     assert [isinstance(answer, RewardError) for answer in answers] == [False, True] * 4
 
 
@@ -605,33 +566,28 @@ def reward_func(queries, prompts, labels):
         pytest.param(30_000_000, asyncio.new_event_loop, marks=pytest.mark.slow),
     ],
 )
-def test_calls_of_any_size_are_answered_in_the_loops_of_engines(tmp_path, size, loop):
+def test_calls_of_any_size_are_answered_in_the_loops_of_engines(function_of, size, loop):
     """vLLM's processes run uvloop, which makes non-blocking whatever it watches. Texts: of a request, of a
     judge, of an exception."""
-    path = tmp_path / "reward.py"
-    path.write_text(ECHO_FILE)
-    function, text = RewardFunction(str(path), timeout=60, batch_size=2), "x" * size
+    function, text = function_of(ECHO_FILE, timeout=60, batch_size=2), "x" * size
 
-    async def ask():
+    async def large():
         answers = [await function(text, "", ""), await function("", text, "")]
         with pytest.raises(RewardError) as raised:
             await function("", text, "raise")
         return [*answers, *await asyncio.gather(function(text, "a", ""), function("x", text, ""))], raised
 
     with asyncio.Runner(loop_factory=loop) as runner:
-        answers, raised = runner.run(ask())
-    function.close()
+        answers, raised = runner.run(large())
     assert [a.reward for a in answers] == [size, 0, size, 1]
     assert [a.extra_texts["judge"] for a in answers] == ["", text, "a", text]
     assert f"ValueError: {text}\n" in str(raised.value)
 
 
-def test_the_time_limit_holds_while_a_large_call_is_sent(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(ECHO_FILE)
-    function = RewardFunction(str(path), timeout=1)
+def test_the_time_limit_holds_while_a_large_call_is_sent(function_of):
+    function = function_of(ECHO_FILE, timeout=1)
 
-    async def ask():
+    async def stopped():
         await function("", "", "")
         process = function._processes[0]._process
         os.kill(process.pid, signal.SIGSTOP)  # reads nothing any more
@@ -641,27 +597,35 @@ def test_the_time_limit_holds_while_a_large_call_is_sent(tmp_path):
         return time.monotonic() - began, await function("x" * 10_000_000, "", "")
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        seconds, answer = runner.run(ask())
-    function.close()
+        seconds, answer = runner.run(stopped())
     assert seconds >= 1 and answer.reward == 10_000_000
 
 
-def test_the_time_limit_holds_while_a_large_answer_is_received(tmp_path):
-    """The process stops in the middle of its answer."""
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "import inspect, time\n"
-        "from openrlhf.rewards import process\n"
-        "def reward_func(queries, prompts, labels):\n"
-        "    if queries == ['query 1']:\n"
-        "        pipe = inspect.currentframe().f_back.f_back.f_locals['pipe']\n"
-        "        pipe.sendall(process._message(2, 'x' * 10_000_000)[:-1])\n"
-        "        time.sleep(60)\n"
-        "    return [1.0]\n"
-    )
-    first, second, third = ask_in_turn(path, 3, timeout=2.0)
+WRITES_TO_THE_PIPE = """
+import inspect, time
+from openrlhf.rewards import process
+
+def reward_func(queries, prompts, labels):
+    if queries == ["query 1"]:
+        pipe = inspect.currentframe().f_back.f_back.f_locals["pipe"]
+        WRITE
+    return [1.0]
+"""
+HALF_AN_ANSWER = "pipe.sendall(process._message(2, 'x' * 10_000_000)[:-1]); time.sleep(60)"
+ANOTHER_ANSWER = "pipe.sendall(process._message(1, [process.Reward(reward=7.0, score=7.0)]))"
+
+
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [(HALF_AN_ANSWER, "took longer than --reward.timeout 2 s"), (ANOTHER_ANSWER, "answered another call")],
+)
+def test_half_an_answer_and_an_answer_to_another_call_are_refused(function_of, write, text):
+    """The time limit holds while a large answer is received, and the numbers of call and answer must be the
+    same, whatever writes to the pipe."""
+    function = function_of(WRITES_TO_THE_PIPE.replace("WRITE", write), timeout=2.0)
+    first, second, third = ask_in_turn(function, 3)
     assert (first.reward, third.reward) == (1, 1)
-    assert "took longer than --reward.timeout 2 s" in str(second)
+    assert isinstance(second, RewardError) and text in str(second)
 
 
 FORKS = [
@@ -677,48 +641,30 @@ FORKS = [
 
 
 @pytest.mark.parametrize(("fork", "batch_size"), FORKS)
-def test_only_the_process_that_was_asked_answers(tmp_path, fork, batch_size):
+def test_only_the_process_that_was_asked_answers(function_of, fork, batch_size):
     """A child of the function ends where the function ends, so each sample has its own reward."""
-    path = tmp_path / "reward.py"
-    path.write_text(
+    function = function_of(
         "import os, sys, time\n"
         "def reward_func(queries, prompts, labels):\n"
         f"    {fork}\n"
-        "    return [float(query) for query in queries]\n"
+        "    return [float(query) for query in queries]\n",
+        timeout=20,
+        batch_size=batch_size,
     )
 
-    async def ask():
-        function, answers = RewardFunction(str(path), timeout=20, batch_size=batch_size), []
+    async def in_fours():
+        answers = []
         for start in range(0, 12, 4):
             calls = [function(str(i), "", "") for i in range(start, start + 4)]
             answers += await asyncio.wait_for(asyncio.gather(*calls), 30)
-        function.close()
         return [answer.reward for answer in answers]
 
-    assert asyncio.run(ask()) == list(range(12))
+    assert asyncio.run(in_fours()) == list(range(12))
 
 
-def test_a_child_that_the_import_leaves_behind_takes_no_calls(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text("import os\nown = os.fork()\ndef reward_func(q, p, l): return [own and float(q[0][6:])]")
-    assert [answer.reward for answer in ask_in_turn(path, 4)] == [0, 1, 2, 3]
-
-
-def test_an_answer_to_another_call_is_refused(tmp_path):
-    """Whatever writes to the pipe: the numbers of call and answer must be the same."""
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "import inspect\n"
-        "from openrlhf.rewards import process\n"
-        "def reward_func(queries, prompts, labels):\n"
-        "    if queries == ['query 1']:\n"
-        "        pipe = inspect.currentframe().f_back.f_back.f_locals['pipe']\n"
-        "        pipe.sendall(process._message(1, [process.Reward(reward=7.0, score=7.0)]))\n"
-        "    return [1.0]\n"
-    )
-    first, second, third = ask_in_turn(path, 3)
-    assert (first.reward, third.reward) == (1, 1)
-    assert isinstance(second, RewardError) and "answered another call" in str(second)
+def test_a_child_that_the_import_leaves_behind_takes_no_calls(function_of):
+    source = "import os\nown = os.fork()\ndef reward_func(q, p, l): return [own and float(q[0][6:])]"
+    assert [answer.reward for answer in ask_in_turn(function_of(source), 4)] == [0, 1, 2, 3]
 
 
 POOLS = """
@@ -737,9 +683,5 @@ def reward_func(queries, prompts, labels):
 
 
 @pytest.mark.parametrize("method", [None, "forkserver"])
-def test_a_function_uses_pools_of_processes(tmp_path, method):
-    path = tmp_path / "pool_reward.py"
-    path.write_text(POOLS)
-    function = RewardFunction(str(path), timeout=60)
-    assert call(function, method, query="four") == reward(4.0)
-    function.close()
+def test_a_function_uses_pools_of_processes(function_of, method):
+    assert call(function_of(POOLS, timeout=60), method, query="four") == reward(4.0)

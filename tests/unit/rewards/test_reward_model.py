@@ -224,11 +224,7 @@ def test_a_reward_function_keeps_the_last_word_on_the_score():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_not_finite_is_a_failed_reward(value):
     (t,) = add_model_rewards(
-        [trajectory(1.0)],
-        [np.array([0.0, value])],
-        names=["a", "b"],
-        weights=[1.0, 1.0],
-        has_function=True,
+        [trajectory(1.0)], [np.array([0.0, value])], names=["a", "b"], weights=[1.0, 1.0], has_function=True
     )
     assert t.outcome is Outcome.REWARD_ERROR and t.reward is None and t.score is None
     assert t.error.startswith("reward model b ") and t.error.endswith(f" {value}")

@@ -101,11 +101,7 @@ def test_without_ranges_all_requests_are_trained_on(tmp_path: Path) -> None:
     [
         ("None", Outcome.ENV_ERROR, "execute returned NoneType, not a dict"),
         ("{'rewards': 1}", Outcome.ENV_ERROR, "execute returned a dict without 'reward'; it has 'rewards'"),
-        (
-            "{'reward': None}",
-            Outcome.REWARD_ERROR,
-            "the reward None",
-        ),
+        ("{'reward': None}", Outcome.REWARD_ERROR, "the reward None"),
         ("{'reward': float('nan')}", Outcome.REWARD_ERROR, r"returned reward that are not finite: \[nan\]"),
         ("{'reward': 'good'}", Outcome.REWARD_ERROR, "returned reward that are not numbers: .*'good'"),
         ("{'reward': 1, 'scores': [1, 2]}", Outcome.REWARD_ERROR, "returned 2 scores for 1 samples"),
@@ -266,10 +262,7 @@ CLASS = f"{HEAD}class AgentExecutor(AgentExecutorBase):\n"
             f"{CLASS}    def __init__(self, max_steps): pass\n{EXECUTE}        pass",
             "AgentExecutor(max_steps) ",
         ),
-        (
-            f"{CLASS}    async def execute(self, prompt, env): pass",
-            "execute(self, prompt, env) ",
-        ),
+        (f"{CLASS}    async def execute(self, prompt, env): pass", "execute(self, prompt, env) "),
         (
             "import json\nimport no_such_package",
             "line 2: ModuleNotFoundError: No module named 'no_such_package'",

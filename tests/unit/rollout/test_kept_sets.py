@@ -66,9 +66,7 @@ def inputs() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("chunk", [1, 4, A])
 @pytest.mark.parametrize("options", [{"scale": 1 / 0.7}, {"softcap": 2.0, "scale": 3.0}])
-def test_log_probs_entropies_and_gradients_are_those_of_the_kept_tokens(
-    chunk: int, options: dict[str, Any]
-) -> None:
+def test_log_probs_entropies_and_gradients_are_those_of_the_kept_tokens(chunk, options):
     results = []
     for compute in (
         lambda h, w, b: by_hand(h, w, b, options["scale"], options.get("softcap")),

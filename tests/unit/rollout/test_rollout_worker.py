@@ -191,9 +191,7 @@ def test_a_reward_function_is_called_as_the_flags_say(model: Path, made: dict, t
     assert made["closed"] == "RewardFunction" and worker.engine.calls[-1] == ("shutdown",)
 
 
-def test_reward_servers_are_asked_as_the_flags_say(
-    model: Path, made: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reward_servers_are_asked_as_the_flags_say(model, made, monkeypatch):
     reward = RewardConfig(
         remote_url="http://a/r, http://b/r",
         remote_timeout=9.0,
@@ -220,9 +218,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 """
 
 
-def test_an_agent_gives_the_rewards_and_gets_its_setting(
-    model: Path, made: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_gives_the_rewards_and_gets_its_setting(model, made, tmp_path, monkeypatch):
     (tmp_path / "agent.py").write_text(AGENT)
     asked = []
 
@@ -245,9 +241,7 @@ def test_an_agent_gives_the_rewards_and_gets_its_setting(
     assert made["EpisodeRunner"][0][2] == "executor"
 
 
-def test_each_task_has_its_executor_and_temperature_and_all_share_the_count_of_work(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_task_has_its_executor_and_temperature_and_all_share_the_count_of_work(model, monkeypatch):
     """Evaluation has the temperature of all. Two slots are for the episodes of all tasks together."""
     monkeypatch.setattr(workers, "engine_class", lambda options: Engine)
     tasks = {"math.reward": "http://math/reward", "math.temperature": 0.5, "chat.temperature": 0.25}
@@ -359,9 +353,7 @@ def test_every_flag_of_an_engine_reaches_it(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("kept", "likely", "most"), [(5, 5, 20), (500, 40, 500), (5, 64, 64)])
-def test_an_engine_returns_enough_log_probs_for_clients_and_for_supports(
-    model: Path, kept: int, likely: int, most: int
-) -> None:
+def test_an_engine_returns_enough_log_probs_for_clients_and_for_supports(model, kept, likely, most):
     algo = AlgoConfig(advantage=AdvantageConfig(score_centering_top_k=likely))
     config = config_of(model, rollout=RolloutConfig(max_kept_tokens=kept), algo=algo)
     assert engine_options(config, on_gpu=False).max_logprobs == most

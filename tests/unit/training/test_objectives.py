@@ -272,11 +272,7 @@ def test_what_the_mean_is_over():
 
     def parts(aggregation):
         objective = PolicyObjective(
-            aggregation=aggregation,
-            longest_response=10,
-            kl_coef=0.5,
-            kl_estimator="k2",
-            entropy_coef=0.1,
+            aggregation=aggregation, longest_response=10, kl_coef=0.5, kl_estimator="k2", entropy_coef=0.1
         )
         loss, metrics = objective(fixed(log_probs, entropy), batch, LossNorm(3, 2))
         assert metrics["policy/entropy"].item() == 3

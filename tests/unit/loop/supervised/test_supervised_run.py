@@ -104,9 +104,7 @@ def nll_of(model: Path, rows: Path) -> float:
 
 
 @pytest.mark.parametrize(("chat", "more"), [(False, ()), (True, ()), (True, ("--ds.lora.rank", "2"))])
-def test_a_trained_model_lists_the_end_that_it_has_learned(
-    chat: bool, more: tuple[str, ...], model: Path, rows: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_trained_model_lists_the_end_that_it_has_learned(chat, more, model, rows, capsys):
     """The model's generation config lists the pad token alone, and the tokenizer ends texts with another than
     the template. An adapter is merged."""
     folder = Path(shutil.copytree(model, rows.parent / "base"))
@@ -142,9 +140,7 @@ def with_new_token(model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_a_token_without_an_embedding_is_refused_where_a_row_has_it(
-    name: str, with_new_token: Path, rows: Path
-) -> None:
+def test_a_token_without_an_embedding_is_refused_where_a_row_has_it(name, with_new_token, rows):
     run(name, with_new_token, rows, "--train.max_steps", "1")
     rows.write_text(rows.read_text().replace("3 + 1 =", "3 <new> 1 ="))
     shutil.rmtree(rows.parent / "out")
@@ -155,9 +151,7 @@ def test_a_token_without_an_embedding_is_refused_where_a_row_has_it(
 
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.few(4)
-def test_a_command_trains_evaluates_and_saves(
-    name: str, model: Path, rows: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_command_trains_evaluates_and_saves(name, model, rows, capsys):
     """The first loss is that of a model that equals its reference, or its teacher."""
     metrics = run(name, model, rows)
     folder, first, last = rows.parent, metrics[1], metrics[3]
@@ -181,9 +175,7 @@ def test_a_command_trains_evaluates_and_saves(
     assert line[-line[::-1].index("-m") - 1 :][:2] == ["-m", f"openrlhf.cli.train_{name}"]
 
 
-def test_an_empty_evaluation_set_is_refused_under_its_flag(
-    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_evaluation_set_is_refused_under_its_flag(model, rows, tmp_path, monkeypatch):
     """The hub is chosen before."""
     (tmp_path / "none.jsonl").touch()
     monkeypatch.setattr(command, "choose_hub", lambda use_ms: chosen.append(use_ms))
@@ -205,9 +197,7 @@ def test_the_loss_is_that_of_transformers(model: Path, rows: Path) -> None:
         *(pytest.param("deepspeed", stages, marks=pytest.mark.processes) for stages in ("20", "02")),
     ],
 )
-def test_a_run_continues_from_its_checkpoint(
-    backend: str, stages: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_continues_from_its_checkpoint(backend, stages, model, rows, tmp_path, capsys):
     """Its losses are those of a run that never stopped, from the step after the checkpoint on. `stages`:
     ZeRO stages of both runs."""
     flags = ["--train.backend", backend, "--train.max_epochs", "2", "--ds.zero_stage"]
