@@ -1,14 +1,23 @@
-"""Runs all checks of a run, and prints their findings in order."""
+"""Examines the installation or a run, and prints the findings in order, or the text of a bug report without
+secrets and local paths (`openrlhf doctor`)."""
 
 import json
+import os
+import re
+import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-from openrlhf.api import counted
+from openrlhf.api import counted, find_secrets, redact, run_environment
+from openrlhf.tools.command_line.installation import facts
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.command_line.terminal import build_console
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.memory import memory_findings
@@ -105,3 +114,83 @@ def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
         for line in finding.evidence:
             say(f"- {line}", indent=3)
         say(f"remedy: {finding.remedy}", "green", indent=3)
+
+
+def examine_installation(as_data: bool) -> int:
+    """Prints the facts of the installation and their problems. Returns 1 if there are problems, else 0."""
+    found = list(facts())
+    problems = [fact for fact in found if fact.problem]
+    if as_data:
+        print(json.dumps({"healthy": not problems, "facts": [asdict(fact) for fact in found]}, indent=2))
+        return int(bool(problems))
+    console = build_console(sys.stdout)
+    table = Table.grid(padding=(0, 2))
+    for fact in found:
+        mark = Text("wrong", "bold red") if fact.problem else Text("ok", "green")
+        table.add_row(mark, Text(fact.name), Text(fact.found))
+    console.print(table)
+    for fact in problems:
+        console.print(Text(f"\n{fact.name}: {fact.problem}", "bold red"), soft_wrap=True)
+        console.print(Text(f"  remedy: {fact.remedy}", "green"), soft_wrap=True)
+    if not problems:
+        console.print(Text("\nnothing is wrong", "bold green"))
+    return int(bool(problems))
+
+
+def examine_run(path: Path, model: Path | None = None, as_data: bool = False) -> int:
+    """Prints the findings of a run. Returns 1 if anything is wrong, else 0, also if it is slow."""
+    run = RunRecord(find_run(path))
+    findings = diagnose(run, model)
+    if as_data:
+        print(as_json(run, findings))
+    else:
+        show(run, findings, sys.stdout)
+    return int(not is_healthy(findings))
+
+
+_PATH = re.compile(r"(?<![\w.:/~<>-])/(?!dev/|proc/|sys/)(?:[^\s/'\"=,:;]+/)+([^\s/'\"=,:;]*)")
+"""An absolute path; its group is the last part. The rest of a URL is none."""
+PLACES = ("address", "cache")
+"""Facts about the installation that name the machine or a folder."""
+COMMAND, CONFIG = "argv.txt", "config.yaml"
+
+
+def show_report(path: Path | None) -> int:
+    """Prints the report of the installation, or of a run. Returns 0."""
+    run = RunRecord(find_run(path)) if path else None
+    print("\n".join(_lines(run)))
+    return 0
+
+
+def _lines(run: RunRecord | None) -> Iterator[str]:
+    config, argv = (str(run.read(name)) if run else "" for name in (CONFIG, COMMAND))
+    secrets = find_secrets(config, [*sys.argv, *argv.split()], os.environ)
+    clean = lambda text: without_places(redact(text, secrets))
+    about = run_environment()
+    yield "### Installation\n\n```text"
+    for fact in facts():
+        if fact.name not in PLACES or fact.problem:
+            yield clean(f"{fact.name}: {fact.found}" + (f" ({fact.problem})" if fact.problem else ""))
+    for title, found in (("version", about["versions"]), ("variable", about["variables"])):
+        yield from (clean(f"{title} {name}: {value}") for name, value in found.items())
+    yield clean(f"commit: {about['git']['openrlhf']}")
+    yield "```"
+    if run is None:
+        return
+    yield "\n### Command\n\n```text"
+    yield clean(argv.strip())
+    yield "```\n\n### Findings\n\n```text"
+    yield clean(describe_state(run))
+    for finding in diagnose(run):
+        yield clean(f"{finding.title} ({finding.confidence})")
+        yield from (clean(f"  - {line}") for line in finding.evidence)
+    yield from (clean(f"warning at step {row['step']}: {row['text']}") for row in run.warnings)
+    yield "```\n\n### Configuration\n\n```yaml"
+    yield clean(config.strip())
+    yield "```"
+
+
+def without_places(text: str) -> str:
+    """Replaces absolute paths by their last part, and the machine's name."""
+    host = re.escape(socket.gethostname())
+    return re.sub(rf"(?<![\w-]){host}(?![\w-])", "<host>", _PATH.sub(r"<path>/\1", text))

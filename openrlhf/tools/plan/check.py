@@ -60,7 +60,7 @@ from openrlhf.tools.command_line.installation import mismatches, own_address
 from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.command_line.terminal import shows_colours
 from openrlhf.tools.plan.batches import count_training_rows
-from openrlhf.tools.plan.estimate import Assumed, plan_run, suggestion
+from openrlhf.tools.plan.estimate import Assumed, plan_run
 from openrlhf.tools.plan.hardware import Cluster
 from openrlhf.tools.plan.preview import Preview
 from openrlhf.tools.plan.view import batch_lines, binding_lines
@@ -384,8 +384,7 @@ def _disks(check: Check) -> None:
 
 def _plan(check: Check, cluster: Cluster) -> None:
     plan = plan_run(check.command, check.config, cluster, check.assumed)
-    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, check.assumed)
-    lines = [*batch_lines(plan), *binding_lines(plan, check.config, suggested)]
+    lines = [*batch_lines(plan), *binding_lines(plan)]
     for line in lines:
         check.say(line)
     if not plan.fits:

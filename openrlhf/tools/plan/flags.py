@@ -114,7 +114,7 @@ def plan(argv: Sequence[str] | None = None) -> None:
         cluster = cluster_of_options(options)
         config = invocation(command, flags, cluster).config
         choose_hub(config.use_ms)
-        sys.exit(run("openrlhf.tools.plan.plan:run", command, config, cluster, options))
+        sys.exit(run("openrlhf.tools.plan.view:run", command, config, cluster, options))
 
 
 def check_parser() -> ArgumentParser:
@@ -154,7 +154,7 @@ def rehearse(argv: Sequence[str] | None = None) -> None:
         is_named = options.cluster is not None
         config, cluster = run_on(command, flags, cluster_of_options(options), is_named=is_named)
         choose_hub(config.use_ms)
-        sys.exit(run("openrlhf.tools.plan.rehearse:run", command, config, cluster, options))
+        sys.exit(run("openrlhf.tools.plan.rehearsal.report:run", command, config, cluster, options))
 
 
 def run_on(
@@ -291,7 +291,7 @@ def _preview(name: str, flags: Sequence[str]) -> None:
     command = next(command for command in TRAINING if command.name == name)
     config = parse(command, rest).config
     choose_hub(config.use_ms)
-    run("openrlhf.tools.plan.data:preview", name, config, num_samples, no_color)
+    run("openrlhf.tools.plan.preview:preview", name, config, num_samples, no_color)
 
 
 def take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:

@@ -102,6 +102,11 @@ class Cluster:
         """Number of GPUs of each node."""
         return [self.per_node if self.kind.on_gpu else 0] * self.nodes
 
+    @property
+    def gpu(self) -> int | None:
+        """Bytes of a GPU's memory; None without GPUs."""
+        return int(self.kind.memory) if self.kind.on_gpu else None
+
     def rate_between(self, devices: int) -> float:
         """Returns the bytes per second at which each of this many devices sends data to the others: within a
         node or between nodes."""

@@ -1,9 +1,12 @@
-"""Previews the data of a supervised run: first samples, tokens with a loss, packed rows, and lengths."""
+"""Previews the data of a supervised run (`openrlhf data preview`): first samples, tokens with a loss, packed
+rows, and lengths."""
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, TextIO
 
@@ -19,12 +22,19 @@ from openrlhf.api import (
     Sample,
     Steps,
     UnpairedExample,
+    build_train_set,
+    checked_supervised_task,
     clean_text,
     counted,
     decode,
     first_token_ids,
+    lay_out,
+    load_run_tokenizer,
     tracked,
 )
+from openrlhf.api import SupervisedTask as Task
+from openrlhf.tools.command_line.run_files import find_task_type
+from openrlhf.tools.command_line.terminal import shows_colours
 
 Item = Sample | Pair | UnpairedExample | Steps
 
@@ -238,3 +248,23 @@ def _num_learned(item: Item) -> int:
     if isinstance(item, Pair):
         return item.chosen.num_actions + item.rejected.num_actions
     return (item if isinstance(item, Sample) else item.sample).num_actions
+
+
+def preview(name: str, config: Any, num_samples: int, no_color: bool) -> None:
+    task = checked_supervised_task(partial(find_task_type, name), config)
+    show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
+
+
+def show(task: Task, *, num_samples: int, coloured: bool) -> None:
+    """Prints samples, rows and a summary of the dataset, which is built as for training, with the same
+    cache."""
+    config = task.config
+    tokenizer = load_run_tokenizer(config)
+    dataset = build_train_set(task, tokenizer)
+    screen = Preview(sys.stdout, coloured=coloured)
+    screen.first_tokens(tokenizer, is_chat=getattr(config.data, "apply_chat_template", False))
+    for i in range(min(num_samples, len(dataset))):
+        screen.item(i + 1, dataset[i], tokenizer)
+    mini_batches = lay_out(task, dataset, batch_size=config.train.batch_size, shuffle=True)
+    screen.rows(next(mini_batches.items(0)), dataset)
+    screen.summary(dataset)

@@ -1,5 +1,5 @@
 """The checks of an RL run, by the event of a step after which they run. Each compares the run's own numbers
-with those of invariants.py, verify_rl.py and verify_metrics.py."""
+with those of invariants.py and verify_rl.py."""
 
 import math
 from collections.abc import Sequence
@@ -37,8 +37,13 @@ from openrlhf.tools.selftest.invariants import (
     check_trained,
     equals_reference,
 )
-from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics
-from openrlhf.tools.selftest.verify_rl import check_advantages, check_controller, synthetic_samples
+from openrlhf.tools.selftest.verify_rl import (
+    check_advantages,
+    check_controller,
+    check_evaluation,
+    check_metrics,
+    synthetic_samples,
+)
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
 """`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number: a weight of

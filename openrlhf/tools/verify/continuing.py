@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.api import Metrics
-from openrlhf.tools.verify.report import Finding, judged
+from openrlhf.tools.verify.report import Clock, Finding, judged
 from openrlhf.tools.verify.subjects import STEPS, Running, Subject
-from openrlhf.tools.verify.timing import Clock
 
 HALF = STEPS // 2
 TAG = f"global_step{HALF}"

@@ -25,9 +25,8 @@ from openrlhf.api import (
 from openrlhf.api import WeightLimit as Limit
 from openrlhf.api import WeightProbe as Probe
 from openrlhf.api import weight_difference as explain_difference
-from openrlhf.tools.verify.report import Finding, judged, not_checked
+from openrlhf.tools.verify.report import Clock, Finding, judged, not_checked
 from openrlhf.tools.verify.subjects import PolicySubject, join_batch, load_prompts, policy_learned
-from openrlhf.tools.verify.timing import Clock
 
 SYNCS = 10
 ANSWERS, ANSWER_TOKENS = 4, 24

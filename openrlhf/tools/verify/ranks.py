@@ -14,10 +14,9 @@ from openrlhf.api import DEVICE_TYPE, init_distributed, leave_distributed, with_
 from openrlhf.tools.command_line.jobs import logged_job
 from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Scale, compared, on_cpu
 from openrlhf.tools.verify.layouts import ALL
-from openrlhf.tools.verify.report import Finding, Verdict, not_checked
+from openrlhf.tools.verify.report import Clock, Finding, Verdict, not_checked
 from openrlhf.tools.verify.rounding import Rounding
 from openrlhf.tools.verify.subjects import Subject
-from openrlhf.tools.verify.timing import Clock
 
 
 def choose_stages(subject: Subject) -> list[int]:

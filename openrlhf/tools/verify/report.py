@@ -4,6 +4,7 @@ report."""
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -55,6 +56,19 @@ def judged(check: str, claim: str, error: float, bound: float, **more: Any) -> F
 
 def not_checked(check: str, claim: str, why: str) -> Finding:
     return Finding(check=check, claim=claim, verdict=Verdict.NOT_CHECKED, how=why)
+
+
+class Clock:
+    """Measures the seconds between calls."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def lap(self) -> float:
+        """Returns the seconds since the last call."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        return seconds
 
 
 def table(findings: Sequence[Finding]) -> str:

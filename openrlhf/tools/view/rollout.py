@@ -24,7 +24,7 @@ from openrlhf.api import (
     read_rows,
 )
 from openrlhf.tools.view.index import Index, parquet
-from openrlhf.tools.view.rollout_view import prompt_length
+from openrlhf.tools.view.rollouts import prompt_length
 
 Row = dict[str, Any]
 TokenTexts = Callable[[Path, Row], list[str]]

@@ -1,4 +1,4 @@
-"""Serves the page of `openrlhf view` on loopback.
+"""Serves the page of runs on loopback (`openrlhf view`).
 
 Every address begins with a secret token, which the command prints. A request without it gets 403, and one for
 another host name 400, so that pages of other sites can read nothing. All answers are data, which the page
@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, wraps
@@ -21,12 +22,14 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, headlines, to_json
+from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, counted, headlines, to_json
+from openrlhf.tools.command_line.runs import find_runs
 from openrlhf.tools.view import rollout
 from openrlhf.tools.view.curves import SMOOTHING, drawn_curve, equal_metrics, sections
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.rollout import TokenTexts
+from openrlhf.tools.view.rollouts import token_texts
 from openrlhf.tools.view.search import Search, choices, errors, find, log_names
 
 HOST = "127.0.0.1"
@@ -296,3 +299,16 @@ def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None])
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again when it has ended
         signal.signal(number, lambda number, frame: None)
     server.run(sockets=[bound])
+
+
+def run(paths: Sequence[Path], port: int, opens_browser: bool) -> None:
+    """Serves the page of the runs in these folders until Ctrl-C."""
+    folders = find_runs(paths)
+    bound = bind(port)
+
+    def say(address: str) -> None:
+        print(f"{counted(len(folders), 'run')} at {address}\nEnd with Ctrl-C", flush=True)
+        if opens_browser:
+            webbrowser.open(address)
+
+    serve(Viewer(folders, token_texts), bound, say)

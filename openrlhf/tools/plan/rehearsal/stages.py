@@ -11,16 +11,16 @@ from openrlhf.api import MISMATCH_PROBE as PROBE
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, plan_run
 from openrlhf.tools.plan.hardware import Cluster, cores
 from openrlhf.tools.plan.rehearsal import settings
-from openrlhf.tools.plan.rehearsal.export import reloaded
 from openrlhf.tools.plan.rehearsal.full_size import describe_mesh, simulate
-from openrlhf.tools.plan.rehearsal.rows import rows_for
 from openrlhf.tools.plan.rehearsal.runs import (
     Result,
     RunFailedError,
     check_equal,
+    reloaded,
     run_command,
     weight_difference,
 )
+from openrlhf.tools.plan.rehearsal.settings import rows_for
 from openrlhf.tools.plan.rehearsal.shrinking import shrunk_model
 
 OK, FAILED, LEFT_OUT = "ok", "failed", "not rehearsed"
