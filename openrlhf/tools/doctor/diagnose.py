@@ -52,8 +52,7 @@ COLORS = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
 
 def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
-    """Returns causes of a run's problems, the surest first, slowness last. `model`: as in
-    `mismatch_findings`."""
+    """Returns causes of problems, the surest first, slowness last. `model`: see `mismatch_findings`."""
     found = [*mismatch_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     causes = {finding.cause.partition(":")[0] for finding in found}
     if "destroyed-model" in causes:
@@ -68,7 +67,6 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 
 def describe_state(run: RunRecord) -> str:
-    """Describes the progress of the run, and whether its process is alive."""
     text = f"{run.path}: {counted(len(run.rows), 'row')} of metrics, last step {run.last_step}"
     if run.process is not None:
         return f"{text}; running (process {run.process.pid})"
@@ -78,7 +76,6 @@ def describe_state(run: RunRecord) -> str:
 
 
 def list_signs(run: RunRecord) -> Iterator[str]:
-    """Yields the course of the metrics that show a run's progress and health."""
     scores = [name for name in run.names("eval/") if name.endswith("_score_mean")]
     losses = [name for name in run.names("") if name.endswith(("/loss", "/accuracy"))]
     for name in (*scores, *SIGNS, *losses):
@@ -99,7 +96,6 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
 
 
 def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
-    """Prints the findings, for a healthy run after the course of its metrics."""
     console = build_console(stream)
     say = lambda text, style="", indent=0: console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
@@ -156,7 +152,6 @@ COMMAND, CONFIG = "argv.txt", "config.yaml"
 
 
 def show_report(path: Path | None) -> int:
-    """Prints the report of the installation, or of a run. Returns 0."""
     run = RunRecord(find_run(path)) if path else None
     print("\n".join(_lines(run)))
     return 0

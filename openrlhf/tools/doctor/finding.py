@@ -30,5 +30,4 @@ class Finding:
         return self.cause not in ("slow-steps", "late-rank")
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the finding as JSON values."""
         return asdict(self) | {"confidence": self.confidence}

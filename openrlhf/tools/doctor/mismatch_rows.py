@@ -68,13 +68,12 @@ class Mismatch:
 
     @property
     def from_start(self) -> bool:
-        """True if the first step has the mismatch, so that no weight sync between steps can have caused
-        it."""
+        """True if the first step has the mismatch, so that no weight sync can have caused it."""
         return bool(self.above) and self.above[0] == min(self.course)
 
 
 def read_sequences(path: Path) -> list[MismatchRow]:
-    """Reads the sequences of a step that have actions and the log-probs of both sides, without images."""
+    """Reads the sequences of a step that have actions and log-probs of both sides, without images."""
     columns = [
         *("token_ids", "action_ranges", "weight_versions", "rollout_log_probs", "log_probs"),
         *("prompt", "response", "images", "source"),

@@ -74,7 +74,6 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
 
 
 def _estimated(run: RunRecord) -> Series:
-    """Returns the mean of -log p over the actions of each of at most nine evenly spaced steps."""
     steps = evenly(sorted(run.journal), 9)
     found = {step: answers.surprise for step in steps if (answers := read_answers(run.journal[step]))}
     return Series("rollouts", np.array(list(found)), np.array(list(found.values())))
@@ -110,7 +109,6 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
 
 
 def _loss(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if a loss of a supervised run rises, on training or evaluation data."""
     if run.names("rollout/"):
         return
     for series in (run.series(name) for name in run.names("") if name.endswith("loss")):
@@ -129,7 +127,6 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
 
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
-    """Yields a finding for each health rule that fired and that neither `causes` nor success explain."""
     has_success = succeeds(run.numbers)
     for rule in RULES:
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]

@@ -65,7 +65,6 @@ class Series:
         return float(self.values[-count:].mean()) if len(self) else math.nan
 
     def describe(self) -> str:
-        """Returns the change as text: "rollout/reward_mean 0.21 -> 0.84 (steps 1 to 120)"."""
         return f"{self.name} {self.start:.3g} -> {self.end:.3g} (steps {self.steps[0]} to {self.steps[-1]})"
 
 
@@ -101,7 +100,6 @@ class RunRecord(RunIndex):
         return _owner(self.read(LOCK))
 
     def series(self, name: str) -> Series:
-        """Returns the finite values of a metric, in the order of steps."""
         finite = [(row["step"], row[name]) for row in self.numbers if name in row]
         return Series(name, np.array([step for step, _ in finite], int), np.array([v for _, v in finite]))
 
@@ -112,12 +110,10 @@ class RunRecord(RunIndex):
         return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
 
     def names(self, prefix: str) -> list[str]:
-        """Returns the metrics with this prefix, in the order of their first row."""
         return list(dict.fromkeys(name for row in self.numbers for name in row if name.startswith(prefix)))
 
     def flag(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a flag such as "rollout.temperature"; `default` if it is not recorded or
-        None."""
+        """Returns the value of a flag ("rollout.temperature"); `default` if it is None or not recorded."""
         value = self.flags.get(name)
         return default if value is None else value
 
@@ -143,7 +139,6 @@ class RunRecord(RunIndex):
 
 
 def _owner(text: str) -> Owner | None:
-    """Returns the owner that the text of a lock names."""
     if (match := _OWNER.match(text)) is None:
         return None
     since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)

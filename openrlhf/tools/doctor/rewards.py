@@ -108,8 +108,7 @@ def _failed(run: RunRecord) -> Iterator[Finding]:
 
 
 def _hacked(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if the reward rises while a held-out score falls, with the changes of the answers as
-    evidence."""
+    """Yields a finding if the reward rises while a held-out score falls."""
     reward = run.series("rollout/reward_mean")
     if not reward.trend > CLEAR:
         return
@@ -144,7 +143,6 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
 
 
 def _falls(score: Series) -> bool:
-    """Returns True if the mean of the last values is clearly below the best earlier one."""
     if len(score) < 3:
         return False
     best = float(score.values[:-1].max())

@@ -49,8 +49,6 @@ def _name(phase: Series) -> str:
 
 
 def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
-    """Yields a finding if single steps take much longer than the median. Names the phase that makes them
-    slow."""
     median = float(np.median(total.values))
     slow = total.steps[(total.values > SLOW * median) & (total.values > median + 1)]
     slow = slow[slow > total.steps[0]]  # the first step warms up
@@ -85,7 +83,6 @@ def _is_much(lost: float, total: Series, share: float = LOST_SHARE) -> bool:
 
 
 def _growth(run: RunRecord, phase: Series, total: Series) -> Iterator[Finding]:
-    """Yields a finding if a phase takes more and more time."""
     share, lost = float(phase.values.sum() / total.values.sum()), float((phase.values - phase.start).sum())
     if phase.trend < 3 or phase.end < SLOW * phase.start or not _is_much(lost, total):
         return
@@ -104,7 +101,6 @@ def _growth(run: RunRecord, phase: Series, total: Series) -> Iterator[Finding]:
 
 
 def _uneven_ranks(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if one rank trains on many more tokens than the others."""
     shares = []
     for step, path in list(run.journal.items())[-3:]:
         table = read_table(path, ["ranks", "token_ids"]).to_pylist()

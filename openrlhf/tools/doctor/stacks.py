@@ -99,8 +99,7 @@ def dump_stacks(process: psutil.Process) -> list[Stack]:
 
 
 def _belongs_to(found: psutil.Process, run: psutil.Process) -> bool:
-    """Returns True if a process seems to be a Ray actor of the run, in a cluster that the run joined: an
-    actor in the same folder that started later."""
+    """Returns True for a Ray actor that started after the run in the same folder: probably the run's."""
     try:
         is_actor = bool(found.cmdline()) and found.cmdline()[0].startswith("ray::")
         return is_actor and found.create_time() > run.create_time() and found.cwd() == run.cwd()
@@ -116,8 +115,7 @@ def _is_python(process: psutil.Process) -> bool:
 
 
 def _dump(process: psutil.Process, *, is_driver: bool) -> Stack | None:
-    """Reads the stack of a process by py-spy. Returns no frames if it cannot be read, and None if the process
-    has ended."""
+    """Reads a stack by py-spy: no frames if it cannot be read, None if the process has ended."""
     try:
         words = process.cmdline()
     except psutil.NoSuchProcess:

@@ -33,7 +33,6 @@ def stall_findings(run: RunRecord) -> Iterator[Finding]:
 
 
 def _living(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if no step has ended for much longer than usual."""
     metrics = run.path / "metrics.jsonl"
     assert run.owner is not None
     assert run.process is not None

@@ -148,8 +148,7 @@ def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> 
 
 
 def count_training_rows(config: PPOConfig | SupervisedConfig) -> int | None:
-    """Counts the rows of the training data. Returns None if they are not on this machine, or if counting
-    takes long."""
+    """Counts the rows of the training data; None if they are not on this machine, or if it takes long."""
     if isinstance(config, PPOConfig):
         data = config.data
         spec, split, probs, most = data.prompt_dataset, data.prompt_split, data.prompt_probs, data.max_samples

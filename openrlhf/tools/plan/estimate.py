@@ -84,7 +84,6 @@ class RunPlan(Setup):
 
     @property
     def seconds(self) -> float:
-        """Time of a step."""
         return step_seconds(self.config, self.time)
 
     @property
@@ -153,8 +152,7 @@ def _sizes(config: PPOConfig) -> dict[str, ModelSize]:
 
 
 def _together(sizes: Sequence[ModelSize]) -> ModelSize:
-    """Returns the size of models that compute one after the other: all their weights, and the activations of
-    the largest."""
+    """Returns the size of models in turn: the sum of their weights, and the activations of the largest."""
     counts = ("parameters", "embedding", "head", "experts", "linear")
     total: dict[str, Any] = {name: sum(getattr(size, name) for size in sizes) for name in counts}
     path = ", ".join(size.path for size in sizes)
@@ -225,7 +223,6 @@ def _is_allowed(command: Command, config: Any, cluster: Cluster) -> bool:
 
 
 def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
-    """Yields changes that need less memory, cheapest first."""
     rl = isinstance(config, PPOConfig)
     if rl and config.engines_colocated:
         yield (("vllm.enable_sleep", True),)
@@ -255,7 +252,6 @@ def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
 
 
 def _change_engines(config: PPOConfig, cluster: Cluster) -> Iterator[Remedy]:
-    """Yields changes to engines: fewer ones of more GPUs, and a smaller share of the GPU's memory."""
     gpus = config.num_engines * config.vllm.num_gpus
     for size in (2, 4, 8):
         if config.vllm.tensor_parallel_size < size <= cluster.per_node:
@@ -275,7 +271,6 @@ def _halves(config: Any) -> Iterator[int]:
 
 
 def spelled(changes: Sequence[Change]) -> str:
-    """Formats changes as flags of a command line."""
     words = ((f"--{key}", *(() if value is True else to_words(value))) for key, value in changes)
     return " ".join(word for flag in words for word in flag)
 
@@ -305,7 +300,6 @@ ADVICE: Mapping[str, Callable[[Any], str]] = {
 
 
 def advice(plan: RunPlan) -> str:
-    """Names the flags that shorten the longest phase."""
     config, phase = plan.config, plan.slowest
     if not plan.cluster.kind.on_gpu:
         return "fewer or shorter samples, a smaller model, or a machine with GPUs"

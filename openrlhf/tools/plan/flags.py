@@ -62,8 +62,7 @@ def parser(prog: str, description: str | None) -> ArgumentParser:
 
 
 def parsed(own: ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Command, list[str]]:
-    """Separates the options of `own` from the run's command and its flags. Without any, or with --help as the
-    first word, prints the help and exits."""
+    """Separates the options of `own` from the run's command and its flags. Without any, prints the help."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if words[0] in ("--help", "-h"):
         own.print_help()
@@ -73,8 +72,7 @@ def parsed(own: ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Na
 
 
 def invocation(command: Command, flags: Sequence[str], cluster: Cluster) -> Invocation:
-    """Parses the flags of a run on a cluster. Unset placement flags are chosen for it; supervised commands
-    have one rank per device."""
+    """Parses the flags of a run on a cluster. Supervised commands have one rank per device."""
     if command.name != PPO.name:
         with _launched(cluster.devices):
             return parse(command, flags)
@@ -248,7 +246,6 @@ def _played(function: str, options: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def config_of_agent(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> PPOConfig:
-    """Returns the configuration of a run with this prompt alone. `folder`: folder for temporary files."""
     row = folder / "prompt.jsonl"
     row.write_text(json.dumps({"input": options.prompt, "label": options.label}) + "\n")
     given = [

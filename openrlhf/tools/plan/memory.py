@@ -55,13 +55,11 @@ class Demand:
 
     @property
     def share(self) -> float:
-        """Fraction of the device's memory that is in use."""
         return self.total / self.capacity
 
     @property
     def limit(self) -> float:
-        """Maximum fraction of the device's memory. While engines sample it is 1, because they take all that
-        the models leave."""
+        """Maximum share. While engines sample it is 1, because they take all that the models leave."""
         return 1.0 if self.phase == "generate" else FITS
 
     @property
@@ -70,7 +68,6 @@ class Demand:
 
 
 def combined(parts: Iterable[Parts]) -> dict[str, float]:
-    """Adds up parts of the same name. Returns them in the order of PARTS."""
     total: Counter[str] = Counter()
     for some in parts:
         total.update(some)
@@ -148,7 +145,6 @@ class _Group:
         ]
 
     def reads(self, role: str) -> bool:
-        """Returns True if the role computes log-probs, values or scores before an update."""
         if role == "actor":
             return not self.config.skips_old_log_probs
         return role != ENGINES
@@ -168,8 +164,7 @@ class _Group:
         return combined([*scaled, _libraries(self.run.cluster, len(self.roles))])
 
     def processes(self, role: str) -> int:
-        """Returns the number of the role's processes on a device: 1 on a GPU, and on a CPU all processes of
-        the node."""
+        """Returns the number of the role's processes on a device, which is 1 on a GPU."""
         devices = self.layout.roles[role].devices
         return 1 if self.gpu is not None else max(Counter(devices).values())
 
@@ -191,7 +186,6 @@ class _Group:
         return _update(self.run, role, ranks, checkpointing, with_entropy=has_entropy)
 
     def forward(self, role: str) -> dict[str, float]:
-        """Returns the memory of a pass without gradients, weights included."""
         config, sequence = self.config, self.ds.ring_attn_size
         row = config.data.max_len * config.rollout.micro_batch_size
         if config.train.dynamic_batch_enable:
@@ -248,7 +242,6 @@ class _Group:
 
 
 def _update(run: Setup, role: str, ranks: int, checkpointing: bool, **more: bool) -> RankMemory:
-    """Returns the memory of a rank of a trained model in its update."""
     ds, backend = run.config.ds, run.config.train.backend
     shape = run.sizes[role].on_rank(ds, backend, trained=True)
     row = -(-run.batches.row_tokens // ds.ring_attn_size)
@@ -256,7 +249,6 @@ def _update(run: Setup, role: str, ranks: int, checkpointing: bool, **more: bool
 
 
 def _frozen_idle(run: Setup, role: str, ranks: int) -> dict[str, float]:
-    """Returns the memory of a model that is not trained, between its passes."""
     config = run.config
     if getattr(config, role).offload and run.cluster.kind.on_gpu:
         return {}

@@ -120,8 +120,7 @@ def split_spans(
 
 
 def plain_text(sequence: TokenSequence) -> str:
-    """Returns the text with tokens that have a loss between ⟦ and ⟧, and each label in parentheses after its
-    step."""
+    """Returns the text with tokens that have a loss between ⟦ and ⟧, and labels in parentheses behind."""
     parts = []
     for learned, group in groupby(sequence.spans, lambda span: (span.learned, span.label)):
         text = "".join(span.text for span in group)
@@ -179,8 +178,7 @@ class Preview:
         self._console.print(Panel(table, title=Text(name), title_align="left"))
 
     def rows(self, rows: Sequence[Sequence[int]], dataset: Any, limit: int = 4) -> None:
-        """Prints the packed rows of the first optimizer step on one rank; each row is a list of item
-        indices."""
+        """Prints the packed rows (indices of items) of the first optimizer step on one rank."""
         unit = UNITS[type(dataset[0])]
         self.line(f"first step: {sum(map(len, rows))} {unit}s in {len(rows)} packed rows")
         for i, row in enumerate(rows[:limit], start=1):
@@ -192,7 +190,6 @@ class Preview:
         self.line("")
 
     def summary(self, dataset: Any) -> None:
-        """Prints the numbers of rows and tokens, and the distribution of lengths."""
         unit = UNITS[type(dataset[0])]
         lengths = np.array(dataset.lengths)
         items = tracked(range(len(dataset)), len(dataset), f"counting {unit}s")
@@ -232,7 +229,6 @@ def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
 
 
 def _percentiles(lengths: np.ndarray) -> str:
-    """Formats the mean and the nearest-rank percentiles of lengths."""
     shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
     found = {name: np.percentile(lengths, share, method="inverted_cdf") for name, share in shares.items()}
     return f"mean {lengths.mean():,.1f}, " + ", ".join(f"{name} {value:,}" for name, value in found.items())
@@ -244,7 +240,6 @@ def _heading(sequence: TokenSequence) -> str:
 
 
 def _num_learned(item: Item) -> int:
-    """Returns the number of tokens with loss; a mismatched answer has none."""
     if isinstance(item, Pair):
         return item.chosen.num_actions + item.rejected.num_actions
     return (item if isinstance(item, Sample) else item.sample).num_actions

@@ -57,7 +57,6 @@ def training_flops(size: ModelSize, tokens: float, length: float, *, checkpointi
 
 
 def supervised_time(run: Setup) -> list[Phase]:
-    """Returns the phases of an optimizer step."""
     config, devices, phases = run.config, run.cluster.devices, []
     for role, size in run.sizes.items():
         if role != "model" and not getattr(getattr(config, role), "precompute_enable", False):
@@ -67,7 +66,6 @@ def supervised_time(run: Setup) -> list[Phase]:
 
 
 def ppo_time(run: Setup) -> list[Phase]:
-    """Returns the phases of an RL step, in order."""
     config, cluster, roles = run.config, run.cluster, not_none(run.layout).roles
     phases = [_generate(run)]
     for role, place in roles.items():

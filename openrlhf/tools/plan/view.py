@@ -55,7 +55,6 @@ def show(plan: RunPlan, stream: TextIO) -> None:
 
 
 def _shortened(table: str) -> str:
-    """Leaves out lines from the middle of a long table."""
     lines = table.splitlines()
     if len(lines) <= MOST_LINES:
         return "\n".join(lines)
@@ -70,7 +69,6 @@ def _verdict(plan: RunPlan) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Builds a table whose first column is text and whose others are numbers."""
     return build_table(title, *columns, right=columns[1:])
 
 
@@ -87,7 +85,6 @@ def _models(plan: RunPlan) -> Table:
 
 
 def batch_lines(plan: RunPlan) -> Iterator[str]:
-    """Yields lines with the numbers of prompts, samples, optimizer steps, rows and tokens of a step."""
     b, tokens = plan.batches, plan.lengths
     prompt, response = (" (assumed)" * (name in tokens.assumed) for name in ("prompt", "response"))
     if plan.layout is not None:
@@ -109,7 +106,6 @@ def batch_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _memory(demands: Sequence[Demand]) -> Iterator[Table]:
-    """Yields a table for each group of devices."""
     for (devices, count), group in groupby(demands, lambda demand: (demand.devices, demand.count)):
         some = list(group)
         names = [name for name in PARTS if any(demand.parts.get(name) for demand in some)]
@@ -138,8 +134,6 @@ def _time(plan: RunPlan) -> Table:
 
 
 def binding_lines(plan: RunPlan) -> Iterator[str]:
-    """Yields lines with the bottlenecks of memory and time, the flags that relieve them, and the suggestion
-    if the run does not fit."""
     tight, slow = plan.tightest, plan.slowest
     part = max(tight.parts, key=lambda name: tight.parts[name])
     yield (
@@ -171,7 +165,6 @@ def duration(seconds: float) -> str:
 
 
 def as_data(plan: RunPlan) -> dict[str, Any]:
-    """Returns a plan as JSON values: bytes, seconds and counts."""
     layout = plan.layout
     return {
         "command": plan.command.name,

@@ -120,8 +120,7 @@ class Rollouts(Hook):
         self.observer.trackers.table(step, f"{name}_samples", columns, rows)
 
     def saving(self, tag: str) -> None:
-        """Waits until all rollouts are on disk: a run that resumes from the checkpoint does not write them
-        again."""
+        """Waits for the disk: a run that resumes from the checkpoint does not write these rollouts again."""
         self.journal.flush()
 
     def closing(self) -> None:
@@ -135,7 +134,6 @@ class Rollouts(Hook):
             print_samples(shown, self.observer.decode)
 
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
-        """Prints one line with the number of failed samples, their most common error and an example of it."""
         failed = [t for t in trajectories if not t.ok]
         if not failed:
             return

@@ -112,7 +112,6 @@ def both_answers(pairs: Sequence[Pair]) -> list[Sample]:
 
 
 def samples_of(batch: Batch) -> list[Sample]:
-    """Returns the sequences of a batch."""
     lengths = batch.lengths.tolist()
     ids = torch.from_numpy(batch.token_ids).long().split(lengths)
     masks = torch.from_numpy(batch.action_mask).split(lengths)

@@ -75,12 +75,10 @@ class JournalCollector(Collector):
         step.samples = read_journal(self._journals[step.number])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: the journal is the only state."""
         return {}
 
 
 def supervised(name: str, config: Any, step: int) -> None:
-    """Trains from the checkpoint to the end of `step`."""
     with ExitStack() as held:
         trainer = Run(find_task_type(name)(config), [], held).trainer()
         trainer.last_step = step

@@ -45,7 +45,6 @@ class RankChecks(Hook):
             self._check_outputs(batch.select(some), step)
 
     def _check_outputs(self, sequences: Batch, step: int) -> None:
-        """Compares the log-probs or values of sequences with those of transformers' own forward pass."""
         model, row, config = (
             self.worker.model.module.model,
             PackedRow.from_batch(sequences),

@@ -81,8 +81,7 @@ mean is another number in float32, an outlier, an answer without actions, and an
 
 
 def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, step: int) -> None:
-    """Checks the policy's loss of a row, and its gradient, at synthetic log-probs and advantages. Losses of
-    the user have no reference."""
+    """Checks the policy's loss of a row, and its gradient, at synthetic numbers; not losses of the user."""
     if not is_covered(config):
         return
     objective, expected = PolicyObjective.from_config(config, kl_coef), config.rollout.temperature
@@ -128,7 +127,6 @@ def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, ste
 
 
 def check_value_loss(config: PPOConfig, row: ExperienceRow, step: int) -> None:
-    """Checks the critic's loss of a row, and its gradient, at synthetic values and returns."""
     objective = CriticObjective.from_config(config)
     size = len(row.rollout_log_probs)
     row = _with_synthetic(row, values=_waves(size, 1), returns=2 * _waves(size, 2))
@@ -178,7 +176,6 @@ def _check_formula(
 
 
 def _with_synthetic(row: ExperienceRow, **columns: Tensor) -> ExperienceRow:
-    """Returns the row with other numbers in those of these columns (A,) that it has."""
     known: dict[str, Any] = {name: x for name, x in columns.items() if getattr(row, name) is not None}
     return replace(row, **known)
 
@@ -189,8 +186,7 @@ def _near_and_far(size: int, place: int) -> Tensor:
 
 
 def _waves(size: int, kind: int = 0) -> Tensor:
-    """Returns numbers between -1 and 1 without a pattern, (size,) float64, the same in every run. `kind`:
-    selects one of several such vectors."""
+    """Returns numbers (size,) float64 between -1 and 1 without a pattern; `kind` selects one of several."""
     return ((torch.arange(1, size + 1, dtype=torch.float64) + 37 * kind) ** 2).sin()
 
 
@@ -260,7 +256,6 @@ def check_advantages(
 
 
 def check_controller(controller: KLController, step: int) -> None:
-    """Checks the change of the KL coefficient for synthetic KLs and numbers of samples."""
     if controller.target is None:
         return
     for factor, horizons in ((0.0, 0.5), (1.1, 0.5), (10.0, 20.0), (0.0, 20.0)):
@@ -287,7 +282,6 @@ def check_metrics(found: Metrics, expected: Metrics, step: int, samples: str = "
 
 
 def check_evaluation(metrics: Metrics, trajectories: Sequence[Trajectory], step: int) -> None:
-    """Checks the metrics of an evaluation, and those of synthetic samples."""
     check_metrics(metrics, plain_evaluation_metrics(trajectories), step, "the evaluation")
     synthetic = list(synthetic_evaluation())
     check_metrics(

@@ -77,7 +77,6 @@ class Conversation:
         return f"{self.text}\n{self.template(asked)}" if self.text else self.template(asked)
 
     def add(self, message: str, answer: str) -> None:
-        """Appends a finished turn: a message and its answer."""
         self.text = self.prompt(message) + answer
         asked = message if self.suffix is None else with_suffix(message, self.suffix)
         self.messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -177,7 +176,6 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
 
 
 def _with_template(config: ChatConfig, explicit: Explicit, template: Any) -> ChatConfig:
-    """Turns the tokenizer's chat template on if no flag says how messages become text."""
     flag = "data.apply_chat_template"
     if flag in explicit or "data.input_template" in explicit or not template:
         return config
@@ -197,7 +195,6 @@ def _conversation(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Con
 
 
 def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> AnswerStream:
-    """Loads the model in the selected engine, for streamed answers."""
     if config.engine == "transformers":
         model = load_answering_model(config).to(DEVICE_TYPE).eval()
         return TransformersStream(model, tokenizer.pad_token_id)

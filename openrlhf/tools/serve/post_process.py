@@ -15,8 +15,7 @@ Row = dict[str, Any]
 
 
 def keep_best(rows: Sequence[Row]) -> list[Row]:
-    """Rejection sampling: returns, for each input, the answer with the highest reward, the first of equal
-    ones."""
+    """Rejection sampling: returns each input's answer with the highest reward, the first of equal ones."""
     return [max(group, key=_reward) for group in _by_input(rows)]
 
 
@@ -58,7 +57,6 @@ def best_and_worst(rows: Sequence[Row]) -> tuple[list[Row], int]:
 
 
 def _by_input(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups rows by input, in the order of first occurrence."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(json.dumps(row["input"]), []).append(row)

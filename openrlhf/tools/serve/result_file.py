@@ -61,8 +61,7 @@ def finished(path: str | Path) -> dict[Key, Row]:
 
 
 def merge(path: str | Path) -> list[Row]:
-    """Merges the rows of all ranks into one sorted file, removes the other ranks' files, and returns the
-    rows."""
+    """Merges the rows of all ranks into one sorted file, removes the others' files, and returns the rows."""
     path = Path(path)
     rows = [row for _, row in sorted(finished(path).items())]
     write_rows(path, rows)
@@ -108,13 +107,11 @@ def write_origin(meta_path: str | Path, origin: Mapping[str, Any]) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    """Returns the existing files of all ranks, rank 0 first."""
     others = sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*.jsonl"))
     return ([path] if path.exists() else []) + others
 
 
 def _whole_lines(path: Path) -> int:
-    """Returns the number of bytes up to the end of the last complete line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 

@@ -71,7 +71,6 @@ class Scale(NamedTuple):
 
 
 def on_cpu(step: LayoutStep) -> Gradient:
-    """Copies loss and gradients of a step to the CPU, in float32."""
     gradients = {name: gradient.float().cpu() for name, gradient in step.gradients.items()}
     return Gradient(step.metrics[TOTAL_LOSS], gradients)
 
@@ -149,7 +148,6 @@ def compared(
 
 
 def largest_difference(difference: Difference, scale: Scale) -> tuple[float, str]:
-    """Returns the largest relative difference of the loss or of the gradient of a weight, and its place."""
     if difference.missing:
         return math.inf, f"{difference.missing}, which only one of the two computations has"
     differences = {"the loss": difference.loss / max(scale.loss, difference.expected_loss, 1e-30)}

@@ -76,7 +76,6 @@ def continuing_checks(subject: Subject, dtype: str, folder: Path) -> Iterator[Fi
 
 
 def difference(found: State, expected: State) -> tuple[float, str]:
-    """Returns the largest difference of a metric or of an element of a weight, and its place."""
     differences = {
         f"the metric {name} of step {i + 1} of the compared steps": gap(value, theirs[name])
         for i, (mine, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True))

@@ -29,8 +29,7 @@ def choose_stages(subject: Subject) -> list[int]:
 def rank_checks(
     subject: Subject, folder: Path, expected: Gradient, scale: Scale, rounding: Rounding
 ) -> Iterator[Finding]:
-    """Yields one finding for each ZeRO stage: whether several ranks compute the loss and gradient `expected`,
-    those of one rank."""
+    """Yields for each ZeRO stage whether several ranks compute the loss and gradient `expected`."""
     stages, clock = choose_stages(subject), Clock()
     names = {stage: f"ranks, ZeRO {stage}" for stage in stages}
     number = torch.cuda.device_count() if DEVICE_TYPE == "cuda" else 2
@@ -71,7 +70,6 @@ def launch(subject: Subject, folder: Path, stages: list[int], number: int) -> st
 
 
 def main(folder: Path) -> None:
-    """Computes the gradient at each stage as one rank of the job; the first rank writes it."""
     subject, stages = pickle.loads((folder / "subject.pkl").read_bytes())  # written by `launch`
     init_distributed()
     for stage in stages:

@@ -65,14 +65,12 @@ class Clock:
         self._last = time.monotonic()
 
     def lap(self) -> float:
-        """Returns the seconds since the last call."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         return seconds
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Formats findings as a table, with the derivation of each bound and the failures below it."""
     rows = [("check", "verdict", "error", "bound", "seconds", "claim")]
     rows += [
         (f.check, f.verdict, _number(f.error), _number(f.bound), f"{f.seconds:.1f}", f.claim)
@@ -113,6 +111,5 @@ def write_report(path: Path, command: str, config: Any, findings: Sequence[Findi
 
 
 def machine() -> dict[str, Any]:
-    """Returns the GPUs, the versions of CUDA and torch, and the command line."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"gpus": gpus, "cuda": torch.version.cuda, "torch": torch.__version__, "argv": sys.argv}

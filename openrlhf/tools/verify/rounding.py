@@ -35,7 +35,6 @@ class Rounding:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, dtype: str, tokens: int) -> "Rounding":
-        """Reads the sizes from a model's configuration. `tokens`: total tokens of the rows."""
         text = config.get_text_config()
         sizes = [getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "vocab_size")]
         sums = [size for size in sizes if isinstance(size, int)]
@@ -57,7 +56,6 @@ class Rounding:
 
     @property
     def bound(self) -> float:
-        """Largest relative difference that rounding explains."""
         return DEVIATIONS * self.unit * math.sqrt(self.roundings)
 
     def __str__(self) -> str:

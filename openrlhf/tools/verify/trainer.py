@@ -49,7 +49,6 @@ CLAIMS: Mapping[str, tuple[str, str, str]] = {
 
 
 def number_of_checks(own_dtype: str) -> int:
-    """Returns the number of findings of `trainer_checks` except those of several ranks."""
     return 2 + len(CLAIMS) + {"fp32": 0, "fp16": 1, "bf16": 2}[own_dtype]
 
 
@@ -153,8 +152,7 @@ def error_of_plain(
 def compute_plain(
     subject: Subject, items: Any, objective: Any, dtype: str
 ) -> tuple[PlainGradient | None, str]:
-    """Returns loss and gradient of transformers' own model in `dtype` and ""; or None and the reason why
-    there is no such comparison."""
+    """Returns loss and gradient of transformers' own model in `dtype`, or None; and the reason why, or ""."""
     if subject.why_no_plain_model:
         return None, subject.why_no_plain_model
     with torch.no_grad():

@@ -48,8 +48,7 @@ NOT_DECODED = "(not decoded)"
 def show(
     console: Console, title: str, rows: Sequence[Row], pieces: Sequence[Sequence[str]] | None = None
 ) -> None:
-    """Prints rows of a journal. `title`: name of their source, such as "step 12". `pieces`: for each row, the
-    text of each token after the prompt; None: print answers as they are stored."""
+    """Prints rows. `pieces`: for each the text of each token after the prompt; None: the stored answers."""
     largest = max((abs(a) for row in rows for a in row["advantages"] or () if math.isfinite(a)), default=0.0)
     if pieces:
         _print(console, legend(largest))
@@ -62,7 +61,6 @@ def show(
 
 
 def _print(console: Console, text: Text) -> None:
-    """Prints text without wrapping it, which is left to the terminal."""
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -94,7 +92,6 @@ def mean_advantage(row: Row) -> float | None:
 
 
 def list_updates(row: Row) -> str:
-    """Lists the optimizer steps that trained on the sample, with their ranks."""
     visits = zip(row["optimizer_steps"] or (), row["ranks"] or (), strict=True)
     return ", ".join(f"optimizer step {step} on rank {rank}" for step, rank in visits)
 
@@ -117,12 +114,10 @@ def stored(row: Row) -> str:
 
 
 def prompt_length(row: Row) -> int:
-    """Returns the number of tokens before the first action."""
     return min((r["start"] for r in row["action_ranges"]), default=len(row["token_ids"]))
 
 
 def coloured(row: Row, texts: Sequence[str], largest: float) -> Text:
-    """Returns the answer with each token coloured by its advantage and dimmed by its probability."""
     start, styles = prompt_length(row), [NOT_CHOSEN] * len(texts)
     log_probs = row["rollout_log_probs"]
     advantages = row["advantages"] or [0.0] * len(log_probs)
@@ -145,7 +140,6 @@ def choose_style(advantage: float, log_prob: float, largest: float) -> str:
 
 
 def legend(largest: float) -> Text:
-    """Returns the legend of the colours."""
     text = Text()
     if largest:
         scale = [("  ", f"on {shade}") for shade in (*reversed(BAD), *GOOD)]
@@ -255,8 +249,7 @@ def load_run_tokenizer(folder: Path) -> Any:
 
 
 def _listed(names: Sequence[Any]) -> str:
-    """Joins names for an error message. From more than MOST_LISTED names it leaves some out before the
-    last."""
+    """Joins names for an error message, but some of more than MOST_LISTED."""
     if len(names) <= MOST_LISTED:
         return ", ".join(map(str, names))
     return f"{', '.join(map(str, names[: MOST_LISTED - 1]))}, ... {names[-1]} ({len(names)} in all)"

@@ -68,7 +68,6 @@ class Viewer:
         self._token_texts = token_texts
 
     def state(self) -> dict[str, Any]:
-        """Returns the state of the runs, from which the page, by polling, sees whether there are new data."""
         return {
             "runs": [self._describe_state(i) for i in range(len(self.folders))],
             "error": self.index.error,
@@ -123,7 +122,6 @@ class Viewer:
         }
 
     def comparison(self) -> dict[str, Any]:
-        """Returns the flags in which the runs differ, and the warnings of each run."""
         runs = [RunIndex(folder) for folder in self.folders]
         flags = [run.flags for run in runs]
         keys = sorted({key for own in flags for key in own})
@@ -173,8 +171,6 @@ class Viewer:
 
 
 def build_app(viewer: Viewer, token: str) -> FastAPI:
-    """Builds the app. Every address begins with `/{token}/`."""
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         viewer.index.start()
@@ -246,8 +242,6 @@ def build_api(viewer: Viewer) -> APIRouter:
 
 
 def _answering(function: Callable[..., Any]) -> Callable[..., Response]:
-    """Returns a function with the same parameters, which are those of the address."""
-
     @wraps(function)
     def respond(**query: Any) -> Response:
         return answer(function(**query))
@@ -262,7 +256,6 @@ def answer(content: Any, status: int = 200) -> Response:
 
 @cache
 def plotly_js() -> Path:
-    """Returns the path of the JavaScript library for charts, which the package plotly contains."""
     spec = find_spec("plotly")  # an import takes long
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("plotly", name="plotly")
@@ -289,7 +282,6 @@ def bind(port: int) -> socket.socket:
 
 
 def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None]) -> None:
-    """Serves until Ctrl-C or SIGTERM. `on_start` receives the address of the page."""
     token = secrets.token_urlsafe(32)
     app = build_app(viewer, token)
     on_start(f"http://{HOST}:{bound.getsockname()[1]}/{token}/")
@@ -302,7 +294,6 @@ def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None])
 
 
 def run(paths: Sequence[Path], port: int, opens_browser: bool) -> None:
-    """Serves the page of the runs in these folders until Ctrl-C."""
     folders = find_runs(paths)
     bound = bind(port)
 

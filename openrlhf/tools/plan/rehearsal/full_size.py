@@ -38,7 +38,6 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def _deal(config: Any, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Returns each rank's items of an optimizer step in supervised learning."""
     task: Any = SimpleNamespace(config=config, collate=list)
     dataset: Any = SimpleNamespace(lengths=lengths)
     place: Any = SimpleNamespace(data=mesh.data, sequence=mesh.sequence, data_rank=0)
@@ -47,7 +46,6 @@ def _deal(config: Any, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
 
 
 def _deal_rl(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
-    """Returns each rank's samples of the first optimizer step of an RL step."""
     groups = [i // config.rollout.n_samples_per_prompt for i in range(len(lengths))]
     return training_schedule(
         lengths,

@@ -43,7 +43,6 @@ def rehearse(
     *,
     as_json: bool,
 ) -> int:
-    """Rehearses the run in `folder` and prints the result. Returns 0 if nothing failed, else 1."""
     started = time.monotonic()
     rehearsal = Rehearsal(
         command=command,
@@ -86,7 +85,6 @@ STYLES = {OK: "green", FAILED: "bold red"}
 
 
 def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
-    """Prints the stages, the features that were not rehearsed, and the plan."""
     console = build_console(stream)
     say = lambda text, style="": console.print(Text(readable(text), style=style), soft_wrap=True)
     table = build_table("", "stage", "outcome", "seconds", "evidence", right=("seconds",))
@@ -110,7 +108,6 @@ def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
 
 
 def _figures(rehearsal: Rehearsal) -> Iterator[str]:
-    """Yields lines with the numbers of the run's plan, and of the rehearsal's beside them."""
     plan, small = rehearsal.plan, rehearsal.small_plan
     if plan is None:
         return
@@ -123,7 +120,6 @@ def _figures(rehearsal: Rehearsal) -> Iterator[str]:
 
 
 def _list_changes(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yields (name, value) of the numbers that a rehearsal makes smaller."""
     first = next(iter(plan.sizes.values()))
     yield "parameters", f"{first.parameters:,}"
     yield "data-parallel ranks", f"{plan.batches.ranks:,}"
@@ -134,7 +130,6 @@ def _list_changes(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def as_data(rehearsal: Rehearsal, seconds: float) -> dict[str, Any]:
-    """Returns the rehearsal as JSON values."""
     small = rehearsal.small
     plans = {"plan": rehearsal.plan, "rehearsed": rehearsal.small_plan}
     return {

@@ -39,12 +39,10 @@ class Result:
 
     @property
     def metrics(self) -> dict[int, Metrics]:
-        """Metrics by step."""
         return RunIndex(self.folder / "run").metrics()
 
     @property
     def model(self) -> Path:
-        """Folder of the exported model."""
         return self.folder / "model"
 
 
@@ -88,8 +86,7 @@ def check_equal(
 
 
 def weight_difference(one: Path, other: Path) -> float:
-    """Returns the largest difference between the weights of two exported models. Raises ValueError if their
-    names or shapes differ."""
+    """Returns the largest difference of two exported models' weights. Raises ValueError for other shapes."""
     a, b = _weights(one), _weights(other)
     if a.keys() != b.keys() or any(a[name].shape != b[name].shape for name in a):
         raise ValueError(f"the weights in {one} and {other} have different names or shapes")
@@ -123,7 +120,6 @@ def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
 
 
 def _load(folder: Path) -> tuple[Any, list[str]]:
-    """Returns the model and the names of weights that its files lack."""
     model_class = find_class(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     return model.eval(), sorted(info["missing_keys"])

@@ -83,8 +83,7 @@ def on_mesh(config: Any, mesh: Mesh) -> Any:
 
 
 def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, saves: bool = True) -> Any:
-    """Returns the configuration with the folders of the run `name` inside `folder`. All runs share the folder
-    of checkpoints."""
+    """Returns the configuration with the folders of the run `name`. All runs share that of checkpoints."""
     return with_values(
         config,
         {
@@ -102,7 +101,6 @@ def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, s
 
 
 def _everywhere(config: Any) -> dict[str, Any]:
-    """Returns the changes of flags that are common to all commands."""
     ds = config.ds
     keeps_kernel = ds.attn_implementation in ("auto", "sdpa", "eager")
     return {
@@ -143,8 +141,7 @@ def _supervised(config: SupervisedConfig, mesh: Mesh, folder: Path) -> dict[str,
 
 
 def _micro(micro: int, batch: int) -> int:
-    """Returns a micro-batch size that works for one rank and for two: at most 2, and a divisor of half of the
-    batch."""
+    """Returns a micro-batch size for one rank and for two: at most 2, a divisor of half of the batch."""
     return 2 if micro > 1 and batch % 4 == 0 else 1
 
 
@@ -281,7 +278,6 @@ REASONS: Mapping[str, str] = {
 
 
 def not_rehearsed(config: Any, small: Any) -> Iterator[str]:
-    """Yields the features of the run `config` that the rehearsal `small` does not try."""
     yield from ALWAYS
     before, after = flag_values(config), flag_values(small)
     for key, reason in REASONS.items():

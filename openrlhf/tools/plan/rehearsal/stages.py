@@ -83,7 +83,6 @@ class Rehearsal:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of each trained model in the rehearsed run."""
         ranks = self.config.actor.num_gpus if self.is_rl else self.cluster.devices
         return settings.choose_mesh(self.config, ranks)
 
@@ -203,7 +202,6 @@ class Rehearsal:
 
     @property
     def _head(self) -> str:
-        """Name of the scalar head of reward models."""
         return getattr(self.config.ds, "value_head_prefix", CLASSIFIER_HEAD)
 
     def _shrink(self) -> Iterator[tuple[str, str]]:
@@ -249,8 +247,7 @@ def _losses(metrics: dict[int, Metrics]) -> str:
 
 
 def _synchronised(metrics: dict[int, Metrics]) -> str:
-    """Describes the largest differences between engines and trainer. If they were too large, the run itself
-    would have failed."""
+    """Describes the largest differences of engines and trainer. Too large ones would have ended the run."""
     rows = [row for step, row in metrics.items() if step]
     parts = []
     for name in (PROBE, "mismatch/abs_diff_max"):
