@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.api import not_none
-from openrlhf.tools.doctor.finding import CERTAIN, LIKELY
-from openrlhf.tools.doctor.mismatch_rows import Mismatch, MismatchRow, Signs, compute_signs
+from openrlhf.tools.doctor.mismatch import Mismatch, MismatchRow, Signs, compute_signs
 from openrlhf.tools.doctor.recompute import (
     MOST_LOGITS,
     Recomputed,
@@ -27,7 +26,7 @@ from openrlhf.tools.doctor.recompute import (
     log_probs,
     tokenizer_at,
 )
-from openrlhf.tools.doctor.record import RunRecord
+from openrlhf.tools.doctor.record import CERTAIN, LIKELY, RunRecord
 
 ROWS, ACTIONS, TOKENS = 24, 2048, 4096
 """Maximum numbers of sequences, actions and tokens that are recomputed."""

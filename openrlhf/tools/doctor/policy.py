@@ -6,8 +6,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from openrlhf.api import TEMPLATE, evenly
-from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.record import RunRecord, Series
+from openrlhf.tools.doctor.record import Finding, RunRecord, Series
 from openrlhf.tools.doctor.rewards import RECENT
 from openrlhf.tools.doctor.samples import read_answers
 from openrlhf.tools.doctor.symptoms import CUT, LONGER, RULES, Rule, find_limit, find_mistakes, succeeds

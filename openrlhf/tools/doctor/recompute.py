@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.api import CHECKPOINT_COPY as COPY
 from openrlhf.api import transformed_logits
-from openrlhf.tools.doctor.mismatch_rows import MismatchRow
+from openrlhf.tools.doctor.mismatch import MismatchRow
 from openrlhf.tools.reference.outputs import chosen, distribution
 
 MOST_LOGITS = 10**8

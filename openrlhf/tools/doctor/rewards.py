@@ -4,8 +4,7 @@ falls."""
 from collections.abc import Iterator
 
 from openrlhf.api import commonest_failure, headline, read_journal
-from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.record import FEWEST, RunRecord, Series
+from openrlhf.tools.doctor.record import FEWEST, Finding, RunRecord, Series
 from openrlhf.tools.doctor.samples import Answers, read_answers
 from openrlhf.tools.doctor.symptoms import find_limit, succeeds
 

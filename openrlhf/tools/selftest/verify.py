@@ -47,7 +47,7 @@ from openrlhf.api import (
     is_classifier,
     reference_log_probs,
 )
-from openrlhf.tools.reference.losses import plain_dpo, plain_kto, plain_learning_rate, plain_rm, plain_sft
+from openrlhf.tools.reference.objectives import plain_dpo, plain_kto, plain_learning_rate, plain_rm, plain_sft
 from openrlhf.tools.reference.outputs import (
     chosen,
     distribution_of,

@@ -59,13 +59,15 @@ from openrlhf.tools.serve.answering import (
     score,
 )
 from openrlhf.tools.serve.flags import length_keys
-from openrlhf.tools.serve.post_process import best_and_worst, keep_best, write_rewards
 from openrlhf.tools.serve.result_file import (
     ResultFile,
+    best_and_worst,
     check_origin,
     finished,
+    keep_best,
     merge,
     write_origin,
+    write_rewards,
     write_rows,
 )
 

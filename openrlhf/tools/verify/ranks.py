@@ -12,10 +12,9 @@ import torch
 
 from openrlhf.api import DEVICE_TYPE, init_distributed, leave_distributed, with_values
 from openrlhf.tools.command_line.jobs import logged_job
-from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Scale, compared, on_cpu
+from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Rounding, Scale, compared, on_cpu
 from openrlhf.tools.verify.layouts import ALL
 from openrlhf.tools.verify.report import Clock, Finding, Verdict, not_checked
-from openrlhf.tools.verify.rounding import Rounding
 from openrlhf.tools.verify.subjects import Subject
 
 

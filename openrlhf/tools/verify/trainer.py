@@ -14,6 +14,7 @@ from openrlhf.tools.verify.compare import (
     Difference,
     Gradient,
     PlainGradient,
+    Rounding,
     Scale,
     compared,
     largest_difference,
@@ -23,7 +24,6 @@ from openrlhf.tools.verify.compare import (
 from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE
 from openrlhf.tools.verify.ranks import rank_checks
 from openrlhf.tools.verify.report import Clock, Finding, not_checked
-from openrlhf.tools.verify.rounding import Rounding
 from openrlhf.tools.verify.subjects import Running, Subject
 
 CLAIMS: Mapping[str, tuple[str, str, str]] = {

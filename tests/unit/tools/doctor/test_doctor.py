@@ -20,11 +20,10 @@ from run_folders import sample, write_journal, write_run
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.lock import locked
 from openrlhf.tools.command_line import installation
-from openrlhf.tools.doctor import flags, stacks
+from openrlhf.tools.doctor import flags, stalls
 from openrlhf.tools.doctor.diagnose import diagnose, examine_installation, examine_run
-from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.record import RunRecord
-from openrlhf.tools.doctor.stacks import Frame, Stack, doing, read_stacks, waiting
+from openrlhf.tools.doctor.record import Finding, RunRecord
+from openrlhf.tools.doctor.stalls import Frame, Stack, doing, read_stacks, waiting
 from openrlhf.tools.replay import flags as flags_of_replay
 from openrlhf.tools.view import flags as flags_of_view
 
@@ -461,21 +460,21 @@ def test_a_process_whose_stack_cannot_be_read_is_shown_with_the_reason(
     def fail(command: list[str], **options: object) -> None:
         raise subprocess.CalledProcessError(1, command, stderr="Error: no access\nPermission denied\n")
 
-    monkeypatch.setattr(stacks.shutil, "which", lambda name, path=None: "py-spy")
-    monkeypatch.setattr(stacks.subprocess, "run", fail)
-    stack = stacks._dump(psutil.Process(), is_driver=True)
+    monkeypatch.setattr(stalls.shutil, "which", lambda name, path=None: "py-spy")
+    monkeypatch.setattr(stalls.subprocess, "run", fail)
+    stack = stalls._dump(psutil.Process(), is_driver=True)
     assert stack == Stack(f"the driver (process {os.getpid()}): Permission denied", ())
-    monkeypatch.setattr(stacks.psutil, "pid_exists", lambda pid: False)
-    assert stacks._dump(psutil.Process(), is_driver=True) is None
+    monkeypatch.setattr(stalls.psutil, "pid_exists", lambda pid: False)
+    assert stalls._dump(psutil.Process(), is_driver=True) is None
 
 
 def test_a_process_whose_stack_cannot_be_read_in_time_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(command: list[str], **options: object) -> None:
         raise subprocess.TimeoutExpired(command, 1)
 
-    monkeypatch.setattr(stacks.shutil, "which", lambda name, path=None: "py-spy")
-    monkeypatch.setattr(stacks.subprocess, "run", hang)
-    stack = stacks._dump(psutil.Process(), is_driver=True)
+    monkeypatch.setattr(stalls.shutil, "which", lambda name, path=None: "py-spy")
+    monkeypatch.setattr(stalls.subprocess, "run", hang)
+    stack = stalls._dump(psutil.Process(), is_driver=True)
     assert stack == Stack(f"the driver (process {os.getpid()})", ())
 
 

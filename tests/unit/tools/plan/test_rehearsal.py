@@ -26,7 +26,6 @@ from openrlhf.tools.plan.flags import invocation, run_on
 from openrlhf.tools.plan.flags import rehearse as rehearse_command
 from openrlhf.tools.plan.hardware import cores, parse_cluster
 from openrlhf.tools.plan.rehearsal import settings, stages
-from openrlhf.tools.plan.rehearsal.full_size import simulate
 from openrlhf.tools.plan.rehearsal.report import Progress, as_data, show
 from openrlhf.tools.plan.rehearsal.runs import (
     Result,
@@ -38,7 +37,7 @@ from openrlhf.tools.plan.rehearsal.runs import (
 )
 from openrlhf.tools.plan.rehearsal.settings import rows_for, short_ones
 from openrlhf.tools.plan.rehearsal.shrinking import shrunk_model
-from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal
+from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal, simulate
 
 NODES = parse_cluster("8x8xH100")
 RL = {

@@ -18,7 +18,7 @@ from openrlhf.observability.lock import LOCK
 from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.demo import demo
 from openrlhf.tools.doctor.diagnose import examine_run
-from openrlhf.tools.doctor.mismatch_rows import compute_signs
+from openrlhf.tools.doctor.mismatch import compute_signs
 from openrlhf.tools.replay.recorded import RecordedRun
 from openrlhf.tools.view import rollouts, server, watch
 from openrlhf.tools.view.flags import rollouts_parser
