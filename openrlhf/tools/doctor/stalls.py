@@ -1,5 +1,5 @@
-"""Finds the causes of a run that makes no progress, or that ended early: the process that the others wait for,
-by the stacks of py-spy or stacks.txt."""
+"""Finds the causes of a run that makes no progress, or that ended early: the process that the others wait
+for, by the stacks of py-spy or stacks.txt."""
 
 import json
 import re

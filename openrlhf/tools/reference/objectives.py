@@ -1,5 +1,5 @@
-"""The losses of supervised commands on the log-probs or the score of each answer, learning rates, and the losses
-of objectives on items of a dataset, as functions of the outputs of each sequence alone."""
+"""The losses of supervised commands on the log-probs or the score of each answer, learning rates, and the
+losses of objectives on items of a dataset, as functions of the outputs of each sequence alone."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
-"""Runs the stages of a rehearsal in order, and records the outcome and evidence of each. Meshes and batches of
-the full size are simulated, without processes."""
+"""Runs the stages of a rehearsal in order, and records the outcome and evidence of each. Meshes and batches
+of the full size are simulated, without processes."""
 
 import random
 import time
