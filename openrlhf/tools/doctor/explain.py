@@ -100,7 +100,6 @@ def _part(title: str, text: str) -> str:
 
 
 def _list() -> str:
-    """Returns all codes and names, each with the beginning of its meaning."""
     width = min(WIDEST, shutil.get_terminal_size().columns) - 29
     line = lambda name, text: f"  {name:<26} {textwrap.shorten(text, width, placeholder=' ...')}"
     codes = [line(*meaning) for meaning in meanings().items()]

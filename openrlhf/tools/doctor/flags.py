@@ -39,10 +39,10 @@ def doctor(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options = doctor_parser().parse_args(argv)
         if options.report:
-            sys.exit(run("openrlhf.tools.doctor.report:show_report", options.run))
+            sys.exit(run("openrlhf.tools.doctor.diagnose:show_report", options.run))
         if options.run is None:
-            sys.exit(run("openrlhf.tools.doctor.doctor:examine_installation", options.json))
-        sys.exit(run("openrlhf.tools.doctor.doctor:examine_run", options.run, options.model, options.json))
+            sys.exit(run("openrlhf.tools.doctor.diagnose:examine_installation", options.json))
+        sys.exit(run("openrlhf.tools.doctor.diagnose:examine_run", options.run, options.model, options.json))
 
 
 def explain_parser() -> ArgumentParser:

@@ -81,7 +81,6 @@ class Health:
         return messages
 
     def at_end(self) -> list[str]:
-        """Returns messages about the run as a whole."""
         same = self._equal_rewards()
         value = same[0]["rollout/reward_mean"] if len(same) > 1 else math.nan
         return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"] * (len(same) > 1)

@@ -582,5 +582,4 @@ MESSAGES = (  # the more specific ones first
 
 
 def find_messages(text: str) -> Iterator[Message]:
-    """Yields the messages that occur in a text, the more specific ones first."""
     yield from (message for message in MESSAGES if message.is_in(text))

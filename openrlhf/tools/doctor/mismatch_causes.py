@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.api import not_none
-from openrlhf.tools.doctor.finding import CERTAIN, LIKELY
-from openrlhf.tools.doctor.mismatch_rows import Mismatch, MismatchRow, Signs, compute_signs
+from openrlhf.tools.doctor.mismatch import Mismatch, MismatchRow, Signs, compute_signs
 from openrlhf.tools.doctor.recompute import (
     MOST_LOGITS,
     Recomputed,
@@ -27,7 +26,7 @@ from openrlhf.tools.doctor.recompute import (
     log_probs,
     tokenizer_at,
 )
-from openrlhf.tools.doctor.record import RunRecord
+from openrlhf.tools.doctor.record import CERTAIN, LIKELY, RunRecord
 
 ROWS, ACTIONS, TOKENS = 24, 2048, 4096
 """Maximum numbers of sequences, actions and tokens that are recomputed."""
@@ -155,8 +154,7 @@ class Examined:
         return float(np.abs(self.trainer - self.sampler).mean())
 
     def left(self, cases: np.ndarray) -> float:
-        """Returns the fraction of the mismatch that remains if both sides are as in one of `cases`, (N, 2,
-        A)."""
+        """Returns the fraction of the mismatch that remains with both sides as in a case of (N, 2, A)."""
         far = np.abs(np.array([self.sampler, self.trainer]) - cases)
         return float(far.mean(-1).sum(-1).min()) / self.size
 
@@ -202,7 +200,6 @@ def explain(mismatch: Mismatch, model: Path | None, deadline: float) -> list[Cau
 
 
 def _test_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
-    """Yields the hypotheses that can be tested, the cheapest first, with the score of the test."""
     if cause := _test_text(examined):
         yield cause
     for test in HYPOTHESES:
@@ -258,8 +255,7 @@ def _few(rows: Sequence[MismatchRow], vocabulary: int) -> list[MismatchRow]:
 
 
 def _tested(examined: Examined, name: str, variants: Callable[[Examined], Variants]) -> Cause | None:
-    """Tests the variants of a hypothesis until the deadline. Returns the best one as a cause; None if there
-    are none."""
+    """Returns the best variant of a hypothesis until the deadline as a cause; None if there are none."""
     best: tuple[float, str] | None = None
     for text, changed in variants(examined):
         left = examined.left(changed)
@@ -305,7 +301,6 @@ def _top_p(e: Examined) -> Variants:
 
 
 def _nuclei(e: Examined) -> Variants:
-    """Yields the log-probs with the nucleus of a neighbouring action."""
     if not e.keeps_nucleus:
         return
     for shift in (1, -1):
@@ -365,7 +360,6 @@ def _adapter(e: Examined) -> Variants:
 
 
 def _template(e: Examined) -> Variants:
-    """Yields the log-probs of the answers after wrong prompts."""
     for text, prompt_of in _prompts(e):
         changed = [_after(row, np.array(prompt_of(row), int)) for row in e.rows]
         yield f"one side has the prompt {text}", e.either(e.policy.logits(e.policy.hidden(e.rows, changed)))
@@ -447,7 +441,6 @@ def _routing(e: Examined) -> Variants:
 
 
 def _chunk(e: Examined) -> Variants:
-    """Yields the log-probs with one weight of an earlier version, for each weight that differs."""
     found = next(_others(e), None) if e.is_trainers else None
     if found is None:
         return
@@ -482,8 +475,7 @@ HYPOTHESES: tuple[tuple[str, Callable[[Examined], Variants]], ...] = (
 
 
 def _test_text(e: Examined) -> Cause | None:
-    """Returns the tokenizer as the cause if the recorded tokens of half of the answers or more do not decode
-    to the recorded text."""
+    """Returns the tokenizer as the cause if half of the recorded answers do not decode to their text."""
     if e.tokenizer is None:
         return None
     answered = [row for row in e.rows if row.response]
@@ -508,8 +500,6 @@ def _same_text(e: Examined, token_ids: np.ndarray, text: str | None) -> bool:
 
 
 def _test_noise(e: Examined, signs: Signs) -> Iterator[Cause]:
-    """Yields dropout and routing, scored by how similar their noise is to the mismatch in size and by
-    action."""
     if not e.is_trainers or not e.in_time:
         return
     if dropout := _spread(e, _with_dropout):

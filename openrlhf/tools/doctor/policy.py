@@ -6,8 +6,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from openrlhf.api import TEMPLATE, evenly
-from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.record import RunRecord, Series
+from openrlhf.tools.doctor.record import Finding, RunRecord, Series
 from openrlhf.tools.doctor.rewards import RECENT
 from openrlhf.tools.doctor.samples import read_answers
 from openrlhf.tools.doctor.symptoms import CUT, LONGER, RULES, Rule, find_limit, find_mistakes, succeeds
@@ -74,7 +73,6 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
 
 
 def _estimated(run: RunRecord) -> Series:
-    """Returns the mean of -log p over the actions of each of at most nine evenly spaced steps."""
     steps = evenly(sorted(run.journal), 9)
     found = {step: answers.surprise for step in steps if (answers := read_answers(run.journal[step]))}
     return Series("rollouts", np.array(list(found)), np.array(list(found.values())))
@@ -110,7 +108,6 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
 
 
 def _loss(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if a loss of a supervised run rises, on training or evaluation data."""
     if run.names("rollout/"):
         return
     for series in (run.series(name) for name in run.names("") if name.endswith("loss")):
@@ -129,7 +126,6 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
 
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
-    """Yields a finding for each health rule that fired and that neither `causes` nor success explain."""
     has_success = succeeds(run.numbers)
     for rule in RULES:
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.api import CHECKPOINT_COPY as COPY
 from openrlhf.api import transformed_logits
-from openrlhf.tools.doctor.mismatch_rows import MismatchRow
+from openrlhf.tools.doctor.mismatch import MismatchRow
 from openrlhf.tools.reference.outputs import chosen, distribution
 
 MOST_LOGITS = 10**8
@@ -67,7 +67,6 @@ class Recomputed:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits, (A, V)."""
         return self.transformed(self.head(hidden))
 
     def transformed(self, logits: Tensor) -> Tensor:
@@ -83,19 +82,16 @@ class Recomputed:
 
     @property
     def frequencies(self) -> list[Any]:
-        """Modules with the inverse frequencies of RoPE."""
         return [
             module for module in self.model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)
         ]
 
     @property
     def routers(self) -> list[Any]:
-        """Modules that choose the experts of a token."""
         return [m for m in self.model.modules() if hasattr(m, "top_k") and hasattr(m, "weight")]
 
 
 def join_targets(rows: Sequence[MismatchRow]) -> Tensor:
-    """Returns the actions of all rows, (A,)."""
     return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in rows])).long()
 
 
@@ -123,7 +119,6 @@ def find_nucleus(
 
 @contextmanager
 def changed_frequencies(policy: Recomputed, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Changes the inverse frequencies of RoPE inside the context."""
     before = [(module, module.inv_freq) for module in policy.frequencies]
     for module, frequencies in before:
         module.inv_freq = change(frequencies)
@@ -136,7 +131,6 @@ def changed_frequencies(policy: Recomputed, change: Callable[[Tensor], Tensor]) 
 
 @contextmanager
 def hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Changes the first argument of modules inside the context."""
     handles = [m.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])) for m in modules]
     try:
         yield
@@ -146,7 +140,6 @@ def hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> 
 
 
 def tokenizer_at(path: str) -> Any:
-    """Loads a tokenizer. Returns None if there is none."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
 """Reads a run folder: metrics as series over steps, warnings, configuration, rollouts, and the run's
-process."""
+process. A finding is a cause with its evidence and its remedy."""
 
 import math
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,36 @@ FEWEST = 8
 START_SLACK = 5.0
 """Seconds by which the times of a lock and of the start of its process may differ."""
 _OWNER = re.compile(r"process (\d+) on (\S+), since (\S+ \S+) UTC")
+
+
+CERTAIN, LIKELY = 0.9, 0.6
+"""Minimum scores of causes that are called certain and likely."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A cause of a problem."""
+
+    cause: str
+    """Identifier of the kind of cause, such as "flat-reward" (docs/diagnosis.md)."""
+    title: str
+    score: float
+    """Confidence from 0 to 1, by which findings are sorted. It is a rule of thumb, not a probability."""
+    evidence: tuple[str, ...]
+    """Sentences with numbers and steps."""
+    remedy: str
+
+    @property
+    def confidence(self) -> str:
+        return "certain" if self.score >= CERTAIN else "likely" if self.score >= LIKELY else "possible"
+
+    @property
+    def is_wrong(self) -> bool:
+        """False if the run only takes longer than it could."""
+        return self.cause not in ("slow-steps", "late-rank")
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self) | {"confidence": self.confidence}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +95,6 @@ class Series:
         return float(self.values[-count:].mean()) if len(self) else math.nan
 
     def describe(self) -> str:
-        """Returns the change as text: "rollout/reward_mean 0.21 -> 0.84 (steps 1 to 120)"."""
         return f"{self.name} {self.start:.3g} -> {self.end:.3g} (steps {self.steps[0]} to {self.steps[-1]})"
 
 
@@ -101,7 +130,6 @@ class RunRecord(RunIndex):
         return _owner(self.read(LOCK))
 
     def series(self, name: str) -> Series:
-        """Returns the finite values of a metric, in the order of steps."""
         finite = [(row["step"], row[name]) for row in self.numbers if name in row]
         return Series(name, np.array([step for step, _ in finite], int), np.array([v for _, v in finite]))
 
@@ -112,12 +140,10 @@ class RunRecord(RunIndex):
         return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
 
     def names(self, prefix: str) -> list[str]:
-        """Returns the metrics with this prefix, in the order of their first row."""
         return list(dict.fromkeys(name for row in self.numbers for name in row if name.startswith(prefix)))
 
     def flag(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a flag such as "rollout.temperature"; `default` if it is not recorded or
-        None."""
+        """Returns the value of a flag ("rollout.temperature"); `default` if it is None or not recorded."""
         value = self.flags.get(name)
         return default if value is None else value
 
@@ -143,7 +169,6 @@ class RunRecord(RunIndex):
 
 
 def _owner(text: str) -> Owner | None:
-    """Returns the owner that the text of a lock names."""
     if (match := _OWNER.match(text)) is None:
         return None
     since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)

@@ -4,8 +4,7 @@ falls."""
 from collections.abc import Iterator
 
 from openrlhf.api import commonest_failure, headline, read_journal
-from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.record import FEWEST, RunRecord, Series
+from openrlhf.tools.doctor.record import FEWEST, Finding, RunRecord, Series
 from openrlhf.tools.doctor.samples import Answers, read_answers
 from openrlhf.tools.doctor.symptoms import find_limit, succeeds
 
@@ -108,8 +107,7 @@ def _failed(run: RunRecord) -> Iterator[Finding]:
 
 
 def _hacked(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if the reward rises while a held-out score falls, with the changes of the answers as
-    evidence."""
+    """Yields a finding if the reward rises while a held-out score falls."""
     reward = run.series("rollout/reward_mean")
     if not reward.trend > CLEAR:
         return
@@ -144,7 +142,6 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
 
 
 def _falls(score: Series) -> bool:
-    """Returns True if the mean of the last values is clearly below the best earlier one."""
     if len(score) < 3:
         return False
     best = float(score.values[:-1].max())

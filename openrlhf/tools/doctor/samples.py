@@ -59,7 +59,6 @@ def read_answers(path: Path) -> Answers | None:
 
 
 def select_actions(token_ids: list[int], ranges: list[dict[str, int]]) -> list[int]:
-    """Returns the tokens that the policy chose."""
     return [token for span in ranges for token in token_ids[span["start"] : span["end"]]]
 
 

@@ -174,7 +174,6 @@ RULES = (
 
 
 def find_limit(metric: str) -> float:
-    """Returns the limit of the rule on a metric."""
     return next(rule.limit for rule in RULES if rule.metric == metric)
 
 
@@ -243,7 +242,6 @@ def _lost_policy(rows: Sequence[Metrics]) -> Iterator[Sign]:
 
 
 def _lost_model(rows: Sequence[Metrics]) -> Iterator[Sign]:
-    """Yields a sign if the loss of a supervised run is far above all of its first values."""
     for name, loss in rows[-1].items():
         first = [row[name] for row in rows[:-1][:8] if name in row]
         is_loss = name.endswith("/loss") and not name.startswith("eval/")

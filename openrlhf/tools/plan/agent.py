@@ -101,7 +101,6 @@ def print_episode(console: Console, tokenizer: Any, index: int, parts: Sequence[
 
 
 def print_turns(console: Console, tokenizer: Any, t: Trajectory) -> None:
-    """Prints the context and the sampled parts of a trajectory in order."""
     ids, start, turn = t.token_ids.tolist(), 0, 0
     for sampled, count in runs(t.action_mask).tolist():
         end = start + count
@@ -120,8 +119,7 @@ def print_turns(console: Console, tokenizer: Any, t: Trajectory) -> None:
 
 
 def departure(tokenizer: Any, earlier: Sequence[Trajectory], other: Trajectory) -> str:
-    """Explains why a request does not continue an earlier sequence. It is compared with the earlier sequence
-    that has the longest common prefix."""
+    """Explains why a request does not continue the earlier sequence with the longest common prefix."""
     new = other.token_ids
     same, nearest = max(((shared(t.token_ids, new), t) for t in earlier), key=lambda pair: pair[0])
     if same >= other.prompt_length:
@@ -140,7 +138,6 @@ def departure(tokenizer: Any, earlier: Sequence[Trajectory], other: Trajectory) 
 
 
 def shared(first: np.ndarray, second: np.ndarray) -> int:
-    """Returns the length of the common prefix, in tokens."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length

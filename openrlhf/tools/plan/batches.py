@@ -4,8 +4,18 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from openrlhf.api import PPOConfig, SupervisedConfig, count_rows, most_tokens, num_batches, prompts_of_steps
+from openrlhf.api import (
+    Layout,
+    ModelSize,
+    PPOConfig,
+    SupervisedConfig,
+    count_rows,
+    most_tokens,
+    num_batches,
+    prompts_of_steps,
+)
 from openrlhf.tools.plan.hardware import Cluster
 
 SEQUENCES: Mapping[str, int] = {"rm": 2, "dpo": 2, "kto": 2}
@@ -57,6 +67,25 @@ class Batches:
     """Steps of the run; None if the number of dataset rows is unknown."""
     rows: int | None
     """Rows of the dataset; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run on its hardware, with the sizes of its models, samples and batches."""
+
+    config: Any
+    cluster: Cluster
+    layout: Layout | None
+    """Placement of an RL run's roles; None for supervised commands, whose ranks fill the cluster."""
+    sizes: Mapping[str, ModelSize]
+    """Size of each role's model."""
+    lengths: Lengths
+    batches: Batches
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batches.samples * self.lengths.total
 
 
 def estimate_lengths(max_len: int, longest: int | None, prompt: int | None, response: int | None) -> Lengths:
@@ -119,8 +148,7 @@ def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> 
 
 
 def count_training_rows(config: PPOConfig | SupervisedConfig) -> int | None:
-    """Counts the rows of the training data. Returns None if they are not on this machine, or if counting
-    takes long."""
+    """Counts the rows of the training data; None if they are not on this machine, or if it takes long."""
     if isinstance(config, PPOConfig):
         data = config.data
         spec, split, probs, most = data.prompt_dataset, data.prompt_split, data.prompt_probs, data.max_samples

@@ -60,7 +60,7 @@ from openrlhf.tools.command_line.installation import mismatches, own_address
 from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.command_line.terminal import shows_colours
 from openrlhf.tools.plan.batches import count_training_rows
-from openrlhf.tools.plan.estimate import Assumed, plan_run, suggestion
+from openrlhf.tools.plan.estimate import Assumed, plan_run
 from openrlhf.tools.plan.hardware import Cluster
 from openrlhf.tools.plan.preview import Preview
 from openrlhf.tools.plan.view import batch_lines, binding_lines
@@ -168,7 +168,6 @@ def _files(check: Check) -> None:
 
 
 def _few_rows(check: Check) -> Any:
-    """Returns the configuration, limited to the first rows of its dataset and without the cache."""
     return with_values(
         check.config,
         {"data.max_samples": min(ROWS, check.config.data.max_samples), "data.cache_enable": False},
@@ -238,7 +237,6 @@ def _show_prompts(check: Check, tokenizer: PreTrainedTokenizerBase) -> list[Prom
 
 
 def _stops(check: Check, tokenizer: PreTrainedTokenizerBase, path: str, *, learns: bool) -> None:
-    """Prints the tokens that end a response, and checks that there are some."""
     ids = stop_token_ids(path, tokenizer)
     check.say(", ".join(f"{number} {decode(tokenizer, [number])!r}" for number in ids) or "none")
     check_stops(check.config, tokenizer, learns=learns)
@@ -325,7 +323,6 @@ def _compare(
 
 
 def _answers(label: str) -> dict[str, str]:
-    """Returns answers of a model to a question with this label."""
     truth, wrong = final_answer(label), "I do not know."
     if not truth:
         return {"wrong": wrong, "empty": ""}
@@ -336,14 +333,12 @@ def _answers(label: str) -> dict[str, str]:
 
 
 def _question(prompt: Prompt) -> str:
-    """Returns the text of the last message, or of a prompt without messages."""
     content = prompt.messages[-1].get("content") if prompt.messages else None
     return content if isinstance(content, str) else prompt.text
 
 
 async def _called(config: PPOConfig, prompt: Prompt, batches: Sequence[Sequence[str]]) -> list[list[Reward]]:
-    """Calls the reward function with each batch of answers. Returns their rewards. Raises UsageError if a
-    call fails."""
+    """Calls the reward function with each batch of answers. Raises UsageError if a call fails."""
     function = str(config.reward_function)
     limits = {"timeout": config.reward.timeout, "memory_gb": config.reward.memory_gb}
     source = RewardFunction(function, batch_size=max(map(len, batches)), **limits)
@@ -360,7 +355,6 @@ async def _called(config: PPOConfig, prompt: Prompt, batches: Sequence[Sequence[
 
 
 def _reach(check: Check, url: str) -> None:
-    """Connects to a reward server. Adds a problem if it does not answer."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -384,8 +378,7 @@ def _disks(check: Check) -> None:
 
 def _plan(check: Check, cluster: Cluster) -> None:
     plan = plan_run(check.command, check.config, cluster, check.assumed)
-    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, check.assumed)
-    lines = [*batch_lines(plan), *binding_lines(plan, check.config, suggested)]
+    lines = [*batch_lines(plan), *binding_lines(plan)]
     for line in lines:
         check.say(line)
     if not plan.fits:

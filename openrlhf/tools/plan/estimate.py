@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from openrlhf.api import ENGINE_ROLE as ENGINES
@@ -11,7 +12,6 @@ from openrlhf.api import (
     REWARD_FLAG,
     TEACHER_FLAG,
     Command,
-    Layout,
     ModelSize,
     PPOConfig,
     compute_layout,
@@ -25,15 +25,15 @@ from openrlhf.api import (
 from openrlhf.api import described_layout as described
 from openrlhf.tools.plan.batches import (
     SEQUENCES,
-    Batches,
     Lengths,
+    Setup,
     count_training_rows,
     estimate_lengths,
     ppo_batches,
     supervised_batches,
 )
 from openrlhf.tools.plan.hardware import Cluster
-from openrlhf.tools.plan.memory import Demand, engine_cache, ppo_memory, supervised_memory, tightest
+from openrlhf.tools.plan.memory import Demand, engine_cache, ppo_memory, supervised_memory
 from openrlhf.tools.plan.time import Phase, ppo_time, step_seconds, supervised_time
 
 Change = tuple[str, Any]
@@ -58,24 +58,33 @@ class Assumed:
         return cls(prompt=options.prompt_tokens, response=options.response_tokens, rows=options.rows)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlan:
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Setup):
     """The prediction of a run."""
 
-    command: str
-    cluster: Cluster
-    layout: Layout | None
-    """Placement of an RL run's roles; None for supervised commands, whose ranks fill the cluster."""
-    sizes: Mapping[str, ModelSize]
-    """Size of each role's model."""
-    lengths: Lengths
-    batches: Batches
-    memory: Sequence[Demand]
-    starved: bool
-    """True if an engine's KV cache is too small for its longest sequence."""
-    time: Sequence[Phase]
-    seconds: float
-    """Time of a step."""
+    command: Command
+    assumed: Assumed
+
+    @cached_property
+    def memory(self) -> list[Demand]:
+        return supervised_memory(self) if self.layout is None else ppo_memory(self)
+
+    @cached_property
+    def time(self) -> list[Phase]:
+        return supervised_time(self) if self.layout is None else ppo_time(self)
+
+    @cached_property
+    def starved(self) -> bool:
+        """True if an engine's KV cache is too small for its longest sequence."""
+        if self.layout is None:
+            return False
+        needed = self.sizes[ENGINES].kv_bytes(ITEM_BYTES[self.config.ds.param_dtype])
+        needed *= (self.lengths.prompt + self.lengths.longest) / self.layout.roles[ENGINES].mesh.tensor
+        return engine_cache(self) < needed
+
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.config, self.time)
 
     @property
     def fits(self) -> bool:
@@ -83,29 +92,29 @@ class RunPlan:
 
     @property
     def tightest(self) -> Demand:
-        return tightest(self.memory)
+        """The demand that comes closest to its limit."""
+        return max(self.memory, key=lambda demand: demand.share / demand.limit)
 
     @property
     def slowest(self) -> Phase:
         return max(self.time, key=lambda phase: phase.seconds)
 
+    @cached_property
+    def suggestion(self) -> "tuple[list[Change], RunPlan] | None":
+        """Changes of flags with which the run fits, and the plan with them; None if it fits, or if no changes
+        suffice."""
+        return None if self.fits else _suggest(self)
+
 
 def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) -> RunPlan:
     """Predicts a run. Raises UsageError if it needs more devices than the cluster has, or if a model has no
     configuration."""
-    data, layout, starved = config.data, None, False
+    data, layout = config.data, None
     if isinstance(config, PPOConfig):
         layout, sizes = compute_layout(config, described(cluster.gpus)), _sizes(config)
-        lengths = estimate_lengths(
-            data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response
-        )
-        rows = assumed.rows or count_training_rows(config)
-        batches = ppo_batches(config, lengths, rows)
-        memory = ppo_memory(config, cluster, layout, sizes)
-        needed = sizes[ENGINES].kv_bytes(ITEM_BYTES[config.ds.param_dtype])
-        needed *= (lengths.prompt + lengths.longest) / layout.roles[ENGINES].mesh.tensor
-        starved = engine_cache(config, cluster, layout, sizes) < needed
-        time = ppo_time(config, cluster, layout, sizes, batches, lengths)
+        longest = config.rollout.max_new_tokens
+        lengths = estimate_lengths(data.max_len, longest, assumed.prompt, assumed.response)
+        batches = ppo_batches(config, lengths, assumed.rows or count_training_rows(config))
     else:
         sequences, sizes = SEQUENCES.get(command.name, 1), _supervised_sizes(command, config)
         mean = assumed.response or max(1, data.max_len // 2)
@@ -113,19 +122,15 @@ def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) 
         lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
         rows = assumed.rows or count_training_rows(config)
         batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
-        memory = supervised_memory(config, cluster, sizes, sequences=sequences)
-        time = supervised_time(config, cluster, sizes, batches, lengths)
     return RunPlan(
-        command=command.name,
+        command=command,
+        config=config,
         cluster=cluster,
+        assumed=assumed,
         layout=layout,
         sizes=sizes,
         lengths=lengths,
         batches=batches,
-        memory=memory,
-        starved=starved,
-        time=time,
-        seconds=step_seconds(config, time),
     )
 
 
@@ -147,8 +152,7 @@ def _sizes(config: PPOConfig) -> dict[str, ModelSize]:
 
 
 def _together(sizes: Sequence[ModelSize]) -> ModelSize:
-    """Returns the size of models that compute one after the other: all their weights, and the activations of
-    the largest."""
+    """Returns the size of models in turn: the sum of their weights, and the activations of the largest."""
     counts = ("parameters", "embedding", "head", "experts", "linear")
     total: dict[str, Any] = {name: sum(getattr(size, name) for size in sizes) for name in counts}
     path = ", ".join(size.path for size in sizes)
@@ -172,15 +176,13 @@ def _supervised_sizes(command: Command, config: Any) -> dict[str, ModelSize]:
 # ---- suggestions
 
 
-def suggestion(
-    command: Command, config: Any, cluster: Cluster, assumed: Assumed
-) -> tuple[list[Change], RunPlan] | None:
+def _suggest(plan: RunPlan) -> tuple[list[Change], RunPlan] | None:
     """Returns changes of flags with which the run fits, and the plan with them; None if no changes suffice.
 
     Tries the remedies in the order of their cost and keeps each that needs less memory, until the run fits.
     Then drops the ones that were not needed."""
-    plan, remedies = plan_run(command, config, cluster, assumed), list[Remedy]()
-    assumed = replace(assumed, rows=plan.batches.rows)
+    command, config, cluster, remedies = plan.command, plan.config, plan.cluster, list[Remedy]()
+    assumed = replace(plan.assumed, rows=plan.batches.rows)
 
     def planned(some: Sequence[Remedy]) -> RunPlan | None:
         changed = with_values(config, dict(change for remedy in some for change in remedy))
@@ -221,7 +223,6 @@ def _is_allowed(command: Command, config: Any, cluster: Cluster) -> bool:
 
 
 def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
-    """Yields changes that need less memory, cheapest first."""
     rl = isinstance(config, PPOConfig)
     if rl and config.engines_colocated:
         yield (("vllm.enable_sleep", True),)
@@ -251,7 +252,6 @@ def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
 
 
 def _change_engines(config: PPOConfig, cluster: Cluster) -> Iterator[Remedy]:
-    """Yields changes to engines: fewer ones of more GPUs, and a smaller share of the GPU's memory."""
     gpus = config.num_engines * config.vllm.num_gpus
     for size in (2, 4, 8):
         if config.vllm.tensor_parallel_size < size <= cluster.per_node:
@@ -271,7 +271,6 @@ def _halves(config: Any) -> Iterator[int]:
 
 
 def spelled(changes: Sequence[Change]) -> str:
-    """Formats changes as flags of a command line."""
     words = ((f"--{key}", *(() if value is True else to_words(value))) for key, value in changes)
     return " ".join(word for flag in words for word in flag)
 
@@ -300,9 +299,9 @@ ADVICE: Mapping[str, Callable[[Any], str]] = {
 """Bottleneck of a phase -> advice with the flags that relieve it."""
 
 
-def advice(config: Any, phase: Phase, cluster: Cluster) -> str:
-    """Names the flags that shorten a phase."""
-    if not cluster.kind.on_gpu:
+def advice(plan: RunPlan) -> str:
+    config, phase = plan.config, plan.slowest
+    if not plan.cluster.kind.on_gpu:
         return "fewer or shorter samples, a smaller model, or a machine with GPUs"
     if phase.bound in ADVICE:
         return ADVICE[phase.bound](config)

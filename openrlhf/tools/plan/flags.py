@@ -62,8 +62,7 @@ def parser(prog: str, description: str | None) -> ArgumentParser:
 
 
 def parsed(own: ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Command, list[str]]:
-    """Separates the options of `own` from the run's command and its flags. Without any, or with --help as the
-    first word, prints the help and exits."""
+    """Separates the options of `own` from the run's command and its flags. Without any, prints the help."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if words[0] in ("--help", "-h"):
         own.print_help()
@@ -73,8 +72,7 @@ def parsed(own: ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Na
 
 
 def invocation(command: Command, flags: Sequence[str], cluster: Cluster) -> Invocation:
-    """Parses the flags of a run on a cluster. Unset placement flags are chosen for it; supervised commands
-    have one rank per device."""
+    """Parses the flags of a run on a cluster. Supervised commands have one rank per device."""
     if command.name != PPO.name:
         with _launched(cluster.devices):
             return parse(command, flags)
@@ -114,7 +112,7 @@ def plan(argv: Sequence[str] | None = None) -> None:
         cluster = cluster_of_options(options)
         config = invocation(command, flags, cluster).config
         choose_hub(config.use_ms)
-        sys.exit(run("openrlhf.tools.plan.plan:run", command, config, cluster, options))
+        sys.exit(run("openrlhf.tools.plan.view:run", command, config, cluster, options))
 
 
 def check_parser() -> ArgumentParser:
@@ -154,7 +152,7 @@ def rehearse(argv: Sequence[str] | None = None) -> None:
         is_named = options.cluster is not None
         config, cluster = run_on(command, flags, cluster_of_options(options), is_named=is_named)
         choose_hub(config.use_ms)
-        sys.exit(run("openrlhf.tools.plan.rehearse:run", command, config, cluster, options))
+        sys.exit(run("openrlhf.tools.plan.rehearsal.report:run", command, config, cluster, options))
 
 
 def run_on(
@@ -248,7 +246,6 @@ def _played(function: str, options: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def config_of_agent(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> PPOConfig:
-    """Returns the configuration of a run with this prompt alone. `folder`: folder for temporary files."""
     row = folder / "prompt.jsonl"
     row.write_text(json.dumps({"input": options.prompt, "label": options.label}) + "\n")
     given = [
@@ -291,7 +288,7 @@ def _preview(name: str, flags: Sequence[str]) -> None:
     command = next(command for command in TRAINING if command.name == name)
     config = parse(command, rest).config
     choose_hub(config.use_ms)
-    run("openrlhf.tools.plan.data:preview", name, config, num_samples, no_color)
+    run("openrlhf.tools.plan.preview:preview", name, config, num_samples, no_color)
 
 
 def take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:

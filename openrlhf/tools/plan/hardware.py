@@ -44,7 +44,6 @@ class Kind:
 
 
 def _gpu(name: str, gb: float, tflops: float, memory: float, link: float, host: float, net: float) -> Kind:
-    """Builds a kind of GPU from GB, TFLOP/s and GB/s."""
     return Kind(
         name=name,
         memory=gb * REPORTED,
@@ -99,12 +98,15 @@ class Cluster:
 
     @property
     def gpus(self) -> list[int]:
-        """Number of GPUs of each node."""
         return [self.per_node if self.kind.on_gpu else 0] * self.nodes
 
+    @property
+    def gpu(self) -> int | None:
+        """Bytes of a GPU's memory; None without GPUs."""
+        return int(self.kind.memory) if self.kind.on_gpu else None
+
     def rate_between(self, devices: int) -> float:
-        """Returns the bytes per second at which each of this many devices sends data to the others: within a
-        node or between nodes."""
+        """Returns the bytes per second at which each of this many devices sends to the others."""
         return self.kind.link_rate if devices <= self.per_node else self.kind.network_rate
 
     def __str__(self) -> str:

@@ -258,7 +258,6 @@ def _model(answer: str, flag: str = "--model") -> str:
 
 
 def _data(answer: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns the answer, and the first row of the last dataset that it names; {} for one on the hub."""
     from openrlhf.api import first_row  # imports torch
 
     row = None
@@ -320,7 +319,6 @@ def render(
 
 
 def quoted(text: str) -> str:
-    """Returns a text as a YAML value."""
     is_plain = re.fullmatch(r"[A-Za-z/][\w./-]*", text) and yaml.safe_load(text) == text
     return text if is_plain else json.dumps(text)
 
@@ -369,7 +367,6 @@ def write(file: Path, recipe: Recipe, text: str, reward: Path | None = None) -> 
 
 
 def create(file: Path, text: str, flag: str) -> None:
-    """Writes a new file. Raises UsageError if that is not possible."""
     try:
         with open(file, "x", encoding="utf-8") as opened:
             opened.write(text)
@@ -379,12 +376,10 @@ def create(file: Path, text: str, flag: str) -> None:
 
 
 def is_new_function(reward: Path) -> bool:
-    """Returns whether a file is named that could exist and does not."""
     return reward.suffix == ".py" and reward.parent.is_dir() and not reward.exists()
 
 
 def next_steps(file: Path, recipe: Recipe, gpus: int) -> str:
-    """Returns the commands that check the file and start the run."""
     start = f"openrlhf {recipe.command} --config {file}"
     if recipe.command != "ppo" and gpus > 1:
         nodes = "" if gpus <= GPUS_OF_NODE else f" --nnodes {gpus // GPUS_OF_NODE} ..."

@@ -1,7 +1,7 @@
 """Predicts the memory that a run needs on a device, phase by phase, from the estimates of openrlhf/memory."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from openrlhf.api import (
@@ -9,20 +9,17 @@ from openrlhf.api import (
     CPU_KV_CACHE_GB,
     FITS,
     ITEM_BYTES,
-    Layout,
-    ModelSize,
-    PPOConfig,
     RankMemory,
-    SupervisedConfig,
     bucket_size,
     forward_memory,
     gathered_bytes,
     memory_fraction,
-    most_tokens,
+    not_none,
     training_memory,
     transfer_backend,
 )
 from openrlhf.api import ENGINE_ROLE as ENGINES
+from openrlhf.tools.plan.batches import Setup
 from openrlhf.tools.plan.hardware import Cluster
 
 Parts = Mapping[str, float]
@@ -58,13 +55,11 @@ class Demand:
 
     @property
     def share(self) -> float:
-        """Fraction of the device's memory that is in use."""
         return self.total / self.capacity
 
     @property
     def limit(self) -> float:
-        """Maximum fraction of the device's memory. While engines sample it is 1, because they take all that
-        the models leave."""
+        """Maximum share. While engines sample it is 1, because they take all that the models leave."""
         return 1.0 if self.phase == "generate" else FITS
 
     @property
@@ -73,7 +68,6 @@ class Demand:
 
 
 def combined(parts: Iterable[Parts]) -> dict[str, float]:
-    """Adds up parts of the same name. Returns them in the order of PARTS."""
     total: Counter[str] = Counter()
     for some in parts:
         total.update(some)
@@ -83,34 +77,18 @@ def combined(parts: Iterable[Parts]) -> dict[str, float]:
 # ---- supervised commands
 
 
-def supervised_memory(
-    config: SupervisedConfig, cluster: Cluster, sizes: Mapping[str, ModelSize], *, sequences: int
-) -> list[Demand]:
-    """Returns the memory of an optimizer step of a supervised command, whose ranks fill the cluster. `sizes`:
-    size of the model, and of the reference or teacher if the run has one. `sequences`: number of sequences of
-    an item."""
-    ds, gpu = config.ds, _gpu(cluster)
+def supervised_memory(run: Setup) -> list[Demand]:
+    """Returns the memory of an optimizer step of a supervised command, whose ranks fill the cluster."""
+    cluster, ds = run.cluster, run.config.ds
     ranks = max(1, cluster.devices // ds.tensor_parallel_size)
-    row = most_tokens(config.train, sequences * config.data.max_len, ds.ring_attn_size)
-    trained = training_memory(
-        sizes["model"].on_rank(ds, config.train.backend, trained=True),
-        ds,
-        config.train.backend,
-        -(-row // ds.ring_attn_size),
-        config.model.gradient_checkpointing_enable,
-        ranks=ranks,
-        gpu=gpu,
-    ).parts
-    others = [
-        _frozen_idle(size, config, ranks, is_away=getattr(config, role).offload and gpu is not None)
-        for role, size in sizes.items()
-        if role != "model"
-    ]
-    parts = combined([trained, *others, _libraries(gpu, 1)])
+    checkpointing = run.config.model.gradient_checkpointing_enable
+    trained = _update(run, "model", ranks, checkpointing).parts
+    others = [_frozen_idle(run, role, ranks) for role in run.sizes if role != "model"]
+    parts = combined([trained, *others, _libraries(cluster, 1)])
     many = 1 if cluster.kind.on_gpu else cluster.devices
     return [
         Demand(
-            devices=", ".join(sizes),
+            devices=", ".join(run.sizes),
             count=cluster.devices,
             phase="train",
             parts={name: many * count for name, count in parts.items()},
@@ -122,40 +100,26 @@ def supervised_memory(
 # ---- reinforcement learning
 
 
-def ppo_memory(
-    config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]
-) -> list[Demand]:
+def ppo_memory(run: Setup) -> list[Demand]:
     """Returns the memory of each group of devices with the same roles, in each phase of a step."""
-    return [
-        demand
-        for home in layout.roles
-        if layout.home(home) == home
-        for demand in _Group(config, cluster, layout, sizes, home).demands()
-    ]
+    layout = not_none(run.layout)
+    homes = [home for home in layout.roles if layout.home(home) == home]
+    return [demand for home in homes for demand in _Group(run, home).demands()]
 
 
-def engine_cache(
-    config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]
-) -> float:
+def engine_cache(run: Setup) -> float:
     """Returns the bytes of an engine's KV cache on each of its devices. They are negative if its weights do
     not fit."""
-    return _Group(config, cluster, layout, sizes, layout.home(ENGINES)).cache()
+    return _Group(run, not_none(run.layout).home(ENGINES)).cache()
 
 
 class _Group:
     """The devices of one role, and all roles that share them."""
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        cluster: Cluster,
-        layout: Layout,
-        sizes: Mapping[str, ModelSize],
-        home: str,
-    ) -> None:
-        self.config, self.cluster, self.layout, self.sizes = config, cluster, layout, sizes
-        self.home, self.roles = home, [home, *layout.companions(home)]
-        self.ds, self.gpu = config.ds, _gpu(cluster)
+    def __init__(self, run: Setup, home: str) -> None:
+        self.run, self.config, self.layout = run, run.config, not_none(run.layout)
+        self.home, self.roles = home, [home, *self.layout.companions(home)]
+        self.ds, self.gpu = run.config.ds, run.cluster.gpu
 
     def demands(self) -> list[Demand]:
         phases: dict[str, list[dict[str, float]]] = {}
@@ -175,13 +139,12 @@ class _Group:
                 count=count,
                 phase=phase,
                 parts=max(found, key=lambda parts: sum(parts.values())),
-                capacity=self.cluster.kind.memory,
+                capacity=self.run.cluster.kind.memory,
             )
             for phase, found in phases.items()
         ]
 
     def reads(self, role: str) -> bool:
-        """Returns True if the role computes log-probs, values or scores before an update."""
         if role == "actor":
             return not self.config.skips_old_log_probs
         return role != ENGINES
@@ -198,27 +161,18 @@ class _Group:
         resting = {role: self.at_rest(role) for role in self.roles if role not in active}
         needs: dict[str, Parts] = {**resting, **active}
         scaled = ({n: self.processes(role) * x for n, x in parts.items()} for role, parts in needs.items())
-        return combined([*scaled, _libraries(self.gpu, len(self.roles))])
+        return combined([*scaled, _libraries(self.run.cluster, len(self.roles))])
 
     def processes(self, role: str) -> int:
-        """Returns the number of the role's processes on a device: 1 on a GPU, and on a CPU all processes of
-        the node."""
+        """Returns the number of the role's processes on a device, which is 1 on a GPU."""
         devices = self.layout.roles[role].devices
         return 1 if self.gpu is not None else max(Counter(devices).values())
-
-    def ranks(self, role: str) -> int:
-        return self.layout.roles[role].mesh.copies
 
     def at_rest(self, role: str) -> dict[str, float]:
         if role == ENGINES:
             return {} if self.config.engines_sleep else self.engine(with_cache=True)
         if role not in TRAINED:
-            return _frozen_idle(
-                self.sizes[role],
-                self.config,
-                self.ranks(role),
-                is_away=getattr(self.config, role).offload and self.gpu is not None,
-            )
+            return _frozen_idle(self.run, role, self.layout.roles[role].mesh.copies)
         needed = self.update(role)
         sleeps = self.ds.enable_sleep and self.gpu is not None
         return {"weights": needed.weights, "optimizer": 0 if sleeps else needed.optimizer}
@@ -228,27 +182,16 @@ class _Group:
         checkpointing = config.actor.gradient_checkpointing_enable
         if role == "critic" and config.critic.gradient_checkpointing_enable is not None:
             checkpointing = config.critic.gradient_checkpointing_enable
-        sequence = self.ds.ring_attn_size
-        row = most_tokens(config.train, config.data.max_len, sequence)
-        return training_memory(
-            self.sizes[role].on_rank(self.ds, config.train.backend, trained=True),
-            self.ds,
-            config.train.backend,
-            -(-row // sequence),
-            checkpointing,
-            ranks=self.ranks(role),
-            gpu=self.gpu,
-            with_entropy=bool(config.actor.entropy_coef),
-        )
+        ranks, has_entropy = self.layout.roles[role].mesh.copies, bool(config.actor.entropy_coef)
+        return _update(self.run, role, ranks, checkpointing, with_entropy=has_entropy)
 
     def forward(self, role: str) -> dict[str, float]:
-        """Returns the memory of a pass without gradients, weights included."""
         config, sequence = self.config, self.ds.ring_attn_size
         row = config.data.max_len * config.rollout.micro_batch_size
         if config.train.dynamic_batch_enable:
             row = max(config.data.max_len, config.rollout_tokens_per_gpu * sequence)
         backend, trained, held = config.train.backend, role in TRAINED, self.at_rest(role)
-        shape = self.sizes[role].on_rank(self.ds, backend, trained=trained)
+        shape = self.run.sizes[role].on_rank(self.ds, backend, trained=trained)
         if trained:
             gathered = self.update(role).gathered
         else:  # if it is offloaded, layers are copied from the CPU one after the other
@@ -263,29 +206,29 @@ class _Group:
         return parts | ({"KV cache": max(0.0, self.cache())} if with_cache else {})
 
     def engine_weights(self) -> float:
-        size = self.sizes[ENGINES].weight_bytes(ITEM_BYTES[self.ds.param_dtype])
+        size = self.run.sizes[ENGINES].weight_bytes(ITEM_BYTES[self.ds.param_dtype])
         return size / self.config.vllm.num_gpus
 
     def cache(self) -> float:
         """Returns the bytes of the KV cache on a device: the engine's share of the memory that resting models
         leave, minus its weights and activations."""
-        vllm = self.config.vllm
+        vllm, whole = self.config.vllm, self.run.cluster.kind.memory
         if vllm.kv_cache_gb is not None:
             return vllm.kv_cache_gb * 2**30
         if self.gpu is None:
             return CPU_KV_CACHE_GB * 2**30
         others = [role for role in self.roles if role != ENGINES]
         held = [sum(self.at_rest(role).values()) + LIBRARIES for role in others]
-        free = 1 - sum(held) / self.cluster.kind.memory if others else None
+        free = 1 - sum(held) / whole if others else None
         share = memory_fraction(vllm.gpu_memory_utilization, free)
-        return share * self.cluster.kind.memory - self.engine_weights() - ENGINE_WORK - LIBRARIES
+        return share * whole - self.engine_weights() - ENGINE_WORK - LIBRARIES
 
     def sync(self) -> dict[str, Parts]:
         """Returns the memory of the roles in a weight sync: two buckets on each side, and at ZeRO stage 3 the
         largest gathered parameter on the trainer's side."""
         vllm, active = self.config.vllm, {}
         transport = transfer_backend(self.config, self.gpu is not None)
-        size, item = self.sizes["actor"], ITEM_BYTES[self.ds.param_dtype]
+        size, item = self.run.sizes["actor"], ITEM_BYTES[self.ds.param_dtype]
         largest = max(size.embedding, size.head) * item
         most = vllm.sync_bucket_mb << 20 if vllm.sync_bucket_mb else BUCKET_BYTES[transport]
         bucket = bucket_size(largest, size.weight_bytes(item), most)
@@ -298,24 +241,20 @@ class _Group:
         return active
 
 
-def _frozen_idle(
-    size: ModelSize, config: PPOConfig | SupervisedConfig, ranks: int, *, is_away: bool
-) -> dict[str, float]:
-    """Returns the memory of a model that is not trained, between its passes."""
-    if is_away:
+def _update(run: Setup, role: str, ranks: int, checkpointing: bool, **more: bool) -> RankMemory:
+    ds, backend = run.config.ds, run.config.train.backend
+    shape = run.sizes[role].on_rank(ds, backend, trained=True)
+    row = -(-run.batches.row_tokens // ds.ring_attn_size)
+    return training_memory(shape, ds, backend, row, checkpointing, ranks=ranks, gpu=run.cluster.gpu, **more)
+
+
+def _frozen_idle(run: Setup, role: str, ranks: int) -> dict[str, float]:
+    config = run.config
+    if getattr(config, role).offload and run.cluster.kind.on_gpu:
         return {}
-    weights = size.on_rank(config.ds, config.train.backend, trained=False).weight_bytes
+    weights = run.sizes[role].on_rank(config.ds, config.train.backend, trained=False).weight_bytes
     return {"weights": weights / ranks if config.ds.zero_stage == 3 else weights}
 
 
-def _libraries(gpu: int | None, processes: int) -> dict[str, float]:
-    return {"libraries": LIBRARIES * processes} if gpu is not None else {}
-
-
-def _gpu(cluster: Cluster) -> int | None:
-    return int(cluster.kind.memory) if cluster.kind.on_gpu else None
-
-
-def tightest(demands: Sequence[Demand]) -> Demand:
-    """Returns the demand that comes closest to its limit."""
-    return max(demands, key=lambda demand: demand.share / demand.limit)
+def _libraries(cluster: Cluster, processes: int) -> dict[str, float]:
+    return {"libraries": LIBRARIES * processes} if cluster.kind.on_gpu else {}

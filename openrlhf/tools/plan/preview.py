@@ -1,9 +1,12 @@
-"""Previews the data of a supervised run: first samples, tokens with a loss, packed rows, and lengths."""
+"""Previews the data of a supervised run (`openrlhf data preview`): first samples, tokens with a loss, packed
+rows, and lengths."""
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, TextIO
 
@@ -19,12 +22,19 @@ from openrlhf.api import (
     Sample,
     Steps,
     UnpairedExample,
+    build_train_set,
+    checked_supervised_task,
     clean_text,
     counted,
     decode,
     first_token_ids,
+    lay_out,
+    load_run_tokenizer,
     tracked,
 )
+from openrlhf.api import SupervisedTask as Task
+from openrlhf.tools.command_line.run_files import find_task_type
+from openrlhf.tools.command_line.terminal import shows_colours
 
 Item = Sample | Pair | UnpairedExample | Steps
 
@@ -110,8 +120,7 @@ def split_spans(
 
 
 def plain_text(sequence: TokenSequence) -> str:
-    """Returns the text with tokens that have a loss between ⟦ and ⟧, and each label in parentheses after its
-    step."""
+    """Returns the text with tokens that have a loss between ⟦ and ⟧, and labels in parentheses behind."""
     parts = []
     for learned, group in groupby(sequence.spans, lambda span: (span.learned, span.label)):
         text = "".join(span.text for span in group)
@@ -169,8 +178,7 @@ class Preview:
         self._console.print(Panel(table, title=Text(name), title_align="left"))
 
     def rows(self, rows: Sequence[Sequence[int]], dataset: Any, limit: int = 4) -> None:
-        """Prints the packed rows of the first optimizer step on one rank; each row is a list of item
-        indices."""
+        """Prints the packed rows (indices of items) of the first optimizer step on one rank."""
         unit = UNITS[type(dataset[0])]
         self.line(f"first step: {sum(map(len, rows))} {unit}s in {len(rows)} packed rows")
         for i, row in enumerate(rows[:limit], start=1):
@@ -182,7 +190,6 @@ class Preview:
         self.line("")
 
     def summary(self, dataset: Any) -> None:
-        """Prints the numbers of rows and tokens, and the distribution of lengths."""
         unit = UNITS[type(dataset[0])]
         lengths = np.array(dataset.lengths)
         items = tracked(range(len(dataset)), len(dataset), f"counting {unit}s")
@@ -222,7 +229,6 @@ def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
 
 
 def _percentiles(lengths: np.ndarray) -> str:
-    """Formats the mean and the nearest-rank percentiles of lengths."""
     shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
     found = {name: np.percentile(lengths, share, method="inverted_cdf") for name, share in shares.items()}
     return f"mean {lengths.mean():,.1f}, " + ", ".join(f"{name} {value:,}" for name, value in found.items())
@@ -234,7 +240,26 @@ def _heading(sequence: TokenSequence) -> str:
 
 
 def _num_learned(item: Item) -> int:
-    """Returns the number of tokens with loss; a mismatched answer has none."""
     if isinstance(item, Pair):
         return item.chosen.num_actions + item.rejected.num_actions
     return (item if isinstance(item, Sample) else item.sample).num_actions
+
+
+def preview(name: str, config: Any, num_samples: int, no_color: bool) -> None:
+    task = checked_supervised_task(partial(find_task_type, name), config)
+    show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
+
+
+def show(task: Task, *, num_samples: int, coloured: bool) -> None:
+    """Prints samples, rows and a summary of the dataset, which is built as for training, with the same
+    cache."""
+    config = task.config
+    tokenizer = load_run_tokenizer(config)
+    dataset = build_train_set(task, tokenizer)
+    screen = Preview(sys.stdout, coloured=coloured)
+    screen.first_tokens(tokenizer, is_chat=getattr(config.data, "apply_chat_template", False))
+    for i in range(min(num_samples, len(dataset))):
+        screen.item(i + 1, dataset[i], tokenizer)
+    mini_batches = lay_out(task, dataset, batch_size=config.train.batch_size, shuffle=True)
+    screen.rows(next(mini_batches.items(0)), dataset)
+    screen.summary(dataset)

@@ -51,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def schema(command: Command) -> dict[str, Any]:
-    """Returns the schema of the flags of a command by their current names."""
     defaults = flag_values(command.config_type())
     root = _section(f"Flags of `openrlhf {command.name}`. {command.summary}")
     for key, field in list_flags(command.config_type).items():

@@ -5,12 +5,11 @@ achieved rate, which is a fraction of the peak rate. These fractions are assumpt
 module; benchmarks/gpu.py measures some of them on a GPU."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from openrlhf.api import ENGINE_ROLE as ENGINES
-from openrlhf.api import ITEM_BYTES, Layout, ModelSize, PPOConfig, SupervisedConfig, state_bytes
-from openrlhf.tools.plan.batches import Batches, Lengths
+from openrlhf.api import ITEM_BYTES, ModelSize, PPOConfig, SupervisedConfig, not_none, state_bytes
+from openrlhf.tools.plan.batches import Setup
 from openrlhf.tools.plan.hardware import Cluster, Kind
 from openrlhf.tools.plan.memory import TRAINED, engine_cache
 
@@ -57,51 +56,30 @@ def training_flops(size: ModelSize, tokens: float, length: float, *, checkpointi
     return (4 if checkpointing else 3) * forward_flops(size, tokens, length)
 
 
-def supervised_time(
-    config: SupervisedConfig,
-    cluster: Cluster,
-    sizes: Mapping[str, ModelSize],
-    batches: Batches,
-    lengths: Lengths,
-) -> list[Phase]:
-    """Returns the phases of an optimizer step."""
-    tokens, devices = batches.samples * lengths.total, cluster.devices
-    phases = []
-    for role, size in sizes.items():
-        if role == "model" or getattr(getattr(config, role), "precompute_enable", False):
-            continue
-        flops = forward_flops(size, tokens, lengths.total)
-        phases.append(_compute(f"{role} forward", flops, cluster, devices, FORWARD_MFU))
+def supervised_time(run: Setup) -> list[Phase]:
+    config, devices, phases = run.config, run.cluster.devices, []
+    for role, size in run.sizes.items():
+        if role != "model" and not getattr(getattr(config, role), "precompute_enable", False):
+            phases.append(_forward(run, f"{role} forward", size, devices))
     checkpointing = config.model.gradient_checkpointing_enable
-    trainer = _Trainer(config, cluster, sizes["model"], batches, devices, checkpointing)
-    return [*phases, *trainer.phases("update", tokens, lengths.total)]
+    return [*phases, *_update(run, "update", run.sizes["model"], devices, checkpointing)]
 
 
-def ppo_time(
-    config: PPOConfig,
-    cluster: Cluster,
-    layout: Layout,
-    sizes: Mapping[str, ModelSize],
-    batches: Batches,
-    lengths: Lengths,
-) -> list[Phase]:
-    """Returns the phases of an RL step, in order."""
-    tokens = batches.samples * lengths.total
-    phases = [_generate(config, cluster, layout, sizes, batches, lengths)]
-    for role, place in layout.roles.items():
+def ppo_time(run: Setup) -> list[Phase]:
+    config, cluster, roles = run.config, run.cluster, not_none(run.layout).roles
+    phases = [_generate(run)]
+    for role, place in roles.items():
         if role == ENGINES or (role == "actor" and config.skips_old_log_probs):
             continue
-        flops = forward_flops(sizes[role], tokens, lengths.total)
         name = {"critic": "values", "reward": "rewards"}.get(role, f"{role} log-probs")
-        phases.append(_compute(name, flops, cluster, _devices(cluster, place.mesh.size), FORWARD_MFU))
-    for role in (role for role in TRAINED if role in layout.roles):
+        phases.append(_forward(run, name, run.sizes[role], _devices(cluster, place.mesh.size)))
+    for role in (role for role in TRAINED if role in roles):
         own = config.critic.gradient_checkpointing_enable if role == "critic" else None
         checkpointing = config.actor.gradient_checkpointing_enable if own is None else own
-        devices = _devices(cluster, layout.roles[role].mesh.size)
-        trainer = _Trainer(config, cluster, sizes[role], batches, devices, checkpointing)
-        phases += trainer.phases(f"{role} update", tokens, lengths.total)
-    phases.append(_sync(config, cluster, sizes[ENGINES]))
-    if cluster.kind.on_gpu and (moved := _moved(config, cluster, layout, sizes)):
+        devices = _devices(cluster, roles[role].mesh.size)
+        phases += _update(run, f"{role} update", run.sizes[role], devices, checkpointing)
+    phases.append(_sync(run))
+    if cluster.kind.on_gpu and (moved := _moved(run)):
         phases.append(Phase(name="offload", seconds=moved / cluster.kind.host_rate, bound="link to the host"))
     return phases
 
@@ -115,72 +93,55 @@ def step_seconds(config: PPOConfig | SupervisedConfig, phases: list[Phase]) -> f
     return sum(phase.seconds for phase in phases)
 
 
-class _Trainer:
-    """The optimizer steps of one trained model."""
-
-    def __init__(
-        self,
-        config: PPOConfig | SupervisedConfig,
-        cluster: Cluster,
-        size: ModelSize,
-        batches: Batches,
-        devices: int,
-        checkpointing: bool,
-    ) -> None:
-        self.ds, self.cluster, self.size = config.ds, cluster, size
-        self.batches, self.devices, self.checkpointing = batches, devices, checkpointing
-        self.epochs = config.train.max_epochs if isinstance(config, PPOConfig) else 1
-
-    def phases(self, name: str, tokens: float, length: float) -> list[Phase]:
-        """Returns two phases: the passes over `tokens` tokens in all epochs, and the optimizer."""
-        flops = self.epochs * training_flops(self.size, tokens, length, checkpointing=self.checkpointing)
-        mfu = self.cluster.kind.mfu or (MOE_MFU if self.size.experts else TRAIN_MFU)
-        computing = _compute(name, flops, self.cluster, self.devices, mfu)
-        sending = self._sent() / (LINK_RATE * self.cluster.rate_between(self.devices))
-        if self.devices == 1:
-            sending = 0.0
-        if self.ds.zero_stage == 3 or self.ds.overlap_comm:  # sent while the passes compute
-            took, bound = max((computing.seconds, computing.bound), (sending, "communication of ZeRO"))
-        else:
-            took = computing.seconds + sending
-            bound = computing.bound if computing.seconds >= sending else "communication of ZeRO"
-        passes = Phase(name=name, seconds=took, bound=bound)
-        return [passes, self._optimizer(name)]
-
-    def _sent(self) -> float:
-        """Returns the bytes that a rank sends in a step: 2 P elements of the weights' dtype per optimizer
-        step (per row with ds.overlap_comm). At stage 3 it is 3 P per row, because weights are gathered for
-        both passes and gradients are scattered (ZeRO, section 7)."""
-        size = self.size.weight_bytes(ITEM_BYTES[self.ds.param_dtype]) / self.ds.tensor_parallel_size
-        if self.ds.lora.rank:
-            size = self.size.adapted * self.ds.lora.rank * ITEM_BYTES[self.ds.param_dtype]
-        rows = self.batches.rows_per_rank * self.batches.updates
-        if self.ds.zero_stage == 3:
-            return 3 * size * rows
-        return 2 * size * (rows if self.ds.overlap_comm else self.batches.updates)
-
-    def _optimizer(self, name: str) -> Phase:
-        """Returns the time of AdamW. For each of its parameters a rank reads 16 bytes (gradient, master
-        weight, two moments) and writes 14 (the last three and the bf16 weight). With ds.adam_offload the CPU
-        reads and writes them, and 6 bytes (the gradient and the new weight) cross the link to the host."""
-        own = self.size.trained(self.ds) / (self.devices if self.ds.zero_stage else 1)
-        kind, per_node = self.cluster.kind, min(self.devices, self.cluster.per_node)
-        if self.ds.adam_offload and kind.on_gpu:
-            seconds = 30 * own * per_node / HOST_ADAM + 6 * own / kind.host_rate
-            bound = "CPU memory"
-        else:
-            seconds, bound = 30 * own / (DECODE_RATE * kind.memory_rate), "memory"
-        return Phase(name=f"{name}: optimizer", seconds=self.batches.updates * seconds, bound=bound)
+def _forward(run: Setup, name: str, size: ModelSize, devices: int) -> Phase:
+    flops = forward_flops(size, run.tokens, run.lengths.total)
+    return _compute(name, flops, run.cluster, devices, FORWARD_MFU)
 
 
-def _generate(
-    config: PPOConfig,
-    cluster: Cluster,
-    layout: Layout,
-    sizes: Mapping[str, ModelSize],
-    batches: Batches,
-    lengths: Lengths,
-) -> Phase:
+def _update(run: Setup, name: str, size: ModelSize, devices: int, checkpointing: bool) -> list[Phase]:
+    """Returns two phases of a trained model: the passes of all epochs, and the optimizer."""
+    config, cluster = run.config, run.cluster
+    epochs = config.train.max_epochs if isinstance(config, PPOConfig) else 1
+    flops = epochs * training_flops(size, run.tokens, run.lengths.total, checkpointing=checkpointing)
+    mfu = cluster.kind.mfu or (MOE_MFU if size.experts else TRAIN_MFU)
+    computing = _compute(name, flops, cluster, devices, mfu)
+    sending = _sent(run, size) / (LINK_RATE * cluster.rate_between(devices)) if devices > 1 else 0.0
+    if config.ds.zero_stage == 3 or config.ds.overlap_comm:  # sent while the passes compute
+        took, bound = max((computing.seconds, computing.bound), (sending, "communication of ZeRO"))
+    else:
+        took = computing.seconds + sending
+        bound = computing.bound if computing.seconds >= sending else "communication of ZeRO"
+    return [Phase(name=name, seconds=took, bound=bound), _optimizer(run, name, size, devices)]
+
+
+def _sent(run: Setup, size: ModelSize) -> float:
+    """Returns the bytes that a rank sends in a step: 2 P elements of the weights' dtype per optimizer step
+    (per row with ds.overlap_comm). At stage 3 it is 3 P per row, because weights are gathered for both passes
+    and gradients are scattered (ZeRO, section 7)."""
+    ds, updates = run.config.ds, run.batches.updates
+    item, rows = ITEM_BYTES[ds.param_dtype], run.batches.rows_per_rank * updates
+    sent = size.weight_bytes(item) / ds.tensor_parallel_size
+    if ds.lora.rank:
+        sent = size.adapted * ds.lora.rank * item
+    if ds.zero_stage == 3:
+        return 3 * sent * rows
+    return 2 * sent * (rows if ds.overlap_comm else updates)
+
+
+def _optimizer(run: Setup, name: str, size: ModelSize, devices: int) -> Phase:
+    """Returns the time of AdamW. For each of its parameters a rank reads 16 bytes (gradient, master weight,
+    two moments) and writes 14 (the last three and the bf16 weight). With ds.adam_offload the CPU reads and
+    writes them, and 6 bytes (the gradient and the new weight) cross the link to the host."""
+    ds, kind = run.config.ds, run.cluster.kind
+    own = size.trained(ds) / (devices if ds.zero_stage else 1)
+    seconds, bound = 30 * own / (DECODE_RATE * kind.memory_rate), "memory"
+    if ds.adam_offload and kind.on_gpu:
+        per_node = min(devices, run.cluster.per_node)
+        seconds, bound = 30 * own * per_node / HOST_ADAM + 6 * own / kind.host_rate, "CPU memory"
+    return Phase(name=f"{name}: optimizer", seconds=run.batches.updates * seconds, bound=bound)
+
+
+def _generate(run: Setup) -> Phase:
     """Returns the time of sampling, which is the same for each engine:
 
         prefill   2 N S p / (G F)
@@ -189,13 +150,12 @@ def _generate(
     An engine has G GPUs of F FLOP/s each and S sequences with p prompt and r response tokens. C of them run
     at a time, as many as the KV cache and vLLM's batch hold. A step takes the longer of reading (the weights
     and the cache of its sequences, once) and computing."""
-    size, kind = sizes[ENGINES], cluster.kind
+    config, size, kind, lengths = run.config, run.sizes[ENGINES], run.cluster.kind, run.lengths
     gpus = config.vllm.num_gpus if kind.on_gpu else 1
     most = largest_batch(kind)
-    sequences = math.ceil(batches.samples / config.num_engines)
+    sequences = math.ceil(run.batches.samples / config.num_engines)
     item, length = ITEM_BYTES[config.ds.param_dtype], lengths.prompt + lengths.response / 2
-    cache = max(0.0, engine_cache(config, cluster, layout, sizes))
-    room = cache * gpus / (size.kv_bytes(item) * lengths.total)
+    room = max(0.0, engine_cache(run)) * gpus / (size.kv_bytes(item) * lengths.total)
     at_a_time = max(1.0, min(sequences, room, most))
 
     def step(batch: float) -> tuple[float, str]:
@@ -228,14 +188,15 @@ def largest_batch(kind: Kind) -> int:
     return 1024 if is_large else 256
 
 
-def _sync(config: PPOConfig, cluster: Cluster, size: ModelSize) -> Phase:
+def _sync(run: Setup) -> Phase:
     """Returns the time of a weight sync: the weights (or only the adapters) are gathered at stage 3, sent to
     the engines unless these share the trainer's GPUs, read and written."""
+    config, cluster, size = run.config, run.cluster, run.sizes[ENGINES]
     sent = float(size.weight_bytes(ITEM_BYTES[config.ds.param_dtype]))
     if config.ds.lora.rank and config.vllm.lora_sync == "adapter":
         sent = size.adapted * config.ds.lora.rank * ITEM_BYTES[config.ds.param_dtype]
-    kind, trainers = cluster.kind, _devices(cluster, config.actor.num_gpus)
-    seconds = 2 * sent / (DECODE_RATE * kind.memory_rate)
+    trainers = _devices(cluster, config.actor.num_gpus)
+    seconds = 2 * sent / (DECODE_RATE * cluster.kind.memory_rate)
     if config.ds.zero_stage == 3 and trainers > 1:
         seconds += sent / (LINK_RATE * cluster.rate_between(trainers))
     if not config.engines_colocated:
@@ -243,25 +204,21 @@ def _sync(config: PPOConfig, cluster: Cluster, size: ModelSize) -> Phase:
     return Phase(name="weight sync", seconds=seconds, bound="links between devices")
 
 
-def _moved(config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]) -> float:
-    """Returns the bytes that cross a GPU's link to the host in a step. Optimizer states and an
-    engine's weights cross it twice, offloaded frozen models once."""
-    moved, item = 0.0, ITEM_BYTES[config.ds.param_dtype]
-    for role, place in layout.roles.items():
+def _moved(run: Setup) -> float:
+    """Returns the bytes that cross a GPU's link to the host in a step. Optimizer states and an engine's
+    weights cross it twice, offloaded frozen models once."""
+    config, ds, moved = run.config, run.config.ds, 0.0
+    for role, place in not_none(run.layout).roles.items():
         if not place.offload:
             continue
-        size = sizes[role]
+        size, weights = run.sizes[role], run.sizes[role].weight_bytes(ITEM_BYTES[ds.param_dtype])
         if role in TRAINED:
-            moved += (
-                2
-                * state_bytes(config.ds, config.train.backend)
-                * size.trained(config.ds)
-                / (place.mesh.size if config.ds.zero_stage else place.mesh.tensor)
-            )
+            ranks = place.mesh.size if ds.zero_stage else place.mesh.tensor
+            moved += 2 * state_bytes(ds, config.train.backend) * size.trained(ds) / ranks
         elif role == ENGINES:
-            moved += 2 * size.weight_bytes(item) / config.vllm.num_gpus
+            moved += 2 * weights / config.vllm.num_gpus
         else:
-            moved += size.weight_bytes(item) / place.mesh.size
+            moved += weights / place.mesh.size
     return moved
 
 

@@ -1,5 +1,8 @@
-"""Prints a plan as tables, or returns it as plain data."""
+"""Predicts what a training run needs, and prints it as tables or JSON (`openrlhf plan`)."""
 
+import argparse
+import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -8,10 +11,11 @@ from typing import Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.api import FITS, counted
+from openrlhf.api import FITS, Command, counted
 from openrlhf.api import layout_table as placement_table
 from openrlhf.tools.command_line.terminal import build_console, build_table
-from openrlhf.tools.plan.estimate import Change, RunPlan, advice, spelled
+from openrlhf.tools.plan.estimate import Assumed, RunPlan, advice, plan_run, spelled
+from openrlhf.tools.plan.hardware import Cluster
 from openrlhf.tools.plan.memory import PARTS, Demand
 
 GIB = 2**30
@@ -19,14 +23,23 @@ MOST_LINES = 24
 """Maximum number of lines that the placement takes."""
 
 
-def show(
-    plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None, stream: TextIO
-) -> None:
-    """Prints a plan. `suggested`: changes of flags with which the run fits, and the plan with them; None if
-    no changes suffice or none are needed."""
+def run(command: Command, config: Any, cluster: Cluster, options: argparse.Namespace) -> int:
+    """Prints the plan. Returns 0 if the run fits, else 1."""
+    plan = plan_run(command, config, cluster, Assumed.of(options))
+    if options.json:
+        print(json.dumps(as_data(plan), indent=2))
+    else:
+        show(plan, sys.stdout)
+    return 0 if plan.fits else 1
+
+
+def show(plan: RunPlan, stream: TextIO) -> None:
     console = build_console(stream)
     say = lambda text, style="": console.print(Text(text, style=style), soft_wrap=True)
-    say(f"{plan.command} on {plan.cluster}: {_verdict(plan)}", "bold " + ("green" if plan.fits else "red"))
+    say(
+        f"{plan.command.name} on {plan.cluster}: {_verdict(plan)}",
+        "bold " + ("green" if plan.fits else "red"),
+    )
     console.print(_models(plan))
     if plan.layout is not None:
         say(f"\nplacement\n{_shortened(placement_table(plan.layout))}")
@@ -37,12 +50,11 @@ def show(
         console.print(found)
     console.print(_time(plan))
     say("")
-    for line in binding_lines(plan, config, suggested):
+    for line in binding_lines(plan):
         say(line)
 
 
 def _shortened(table: str) -> str:
-    """Leaves out lines from the middle of a long table."""
     lines = table.splitlines()
     if len(lines) <= MOST_LINES:
         return "\n".join(lines)
@@ -57,7 +69,6 @@ def _verdict(plan: RunPlan) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Builds a table whose first column is text and whose others are numbers."""
     return build_table(title, *columns, right=columns[1:])
 
 
@@ -74,7 +85,6 @@ def _models(plan: RunPlan) -> Table:
 
 
 def batch_lines(plan: RunPlan) -> Iterator[str]:
-    """Yields lines with the numbers of prompts, samples, optimizer steps, rows and tokens of a step."""
     b, tokens = plan.batches, plan.lengths
     prompt, response = (" (assumed)" * (name in tokens.assumed) for name in ("prompt", "response"))
     if plan.layout is not None:
@@ -96,7 +106,6 @@ def batch_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _memory(demands: Sequence[Demand]) -> Iterator[Table]:
-    """Yields a table for each group of devices."""
     for (devices, count), group in groupby(demands, lambda demand: (demand.devices, demand.count)):
         some = list(group)
         names = [name for name in PARTS if any(demand.parts.get(name) for demand in some)]
@@ -124,28 +133,23 @@ def _time(plan: RunPlan) -> Table:
     return found
 
 
-def binding_lines(
-    plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None
-) -> Iterator[str]:
-    """Yields lines with the bottlenecks of memory and time, the flags that relieve them, and the suggestion
-    if the run does not fit."""
+def binding_lines(plan: RunPlan) -> Iterator[str]:
     tight, slow = plan.tightest, plan.slowest
     part = max(tight.parts, key=lambda name: tight.parts[name])
     yield (
         f"memory: tightest in {tight.phase}, {tight.share:.0%} of a device, most of it {part} "
         f"({_gib(tight.parts[part])} GiB)"
     )
-    remedy = advice(config, slow, plan.cluster)
-    yield f"time: longest phase {slow.name}, bound by {slow.bound}; remedy: {remedy}"
+    yield f"time: longest phase {slow.name}, bound by {slow.bound}; remedy: {advice(plan)}"
     if plan.fits:
         return
-    if suggested is None:
+    if plan.suggestion is None:
         yield (
             "suggestion: the flags that save memory do not suffice; use more or larger GPUs, a smaller model "
             "or a smaller --data.max_len"
         )
         return
-    changes, fitting = suggested
+    changes, fitting = plan.suggestion
     yield (
         f"suggestion: {spelled(changes)}\n  then {fitting.tightest.share:.0%} in {fitting.tightest.phase}, "
         f"{fitting.seconds:.3g} s a step"
@@ -160,11 +164,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def as_data(plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None) -> dict[str, Any]:
-    """Returns a plan as JSON values: bytes, seconds and counts."""
+def as_data(plan: RunPlan) -> dict[str, Any]:
     layout = plan.layout
     return {
-        "command": plan.command,
+        "command": plan.command.name,
         "cluster": {
             "nodes": plan.cluster.nodes,
             "per_node": plan.cluster.per_node,
@@ -195,6 +198,6 @@ def as_data(plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPl
             {"phase": phase.name, "seconds": phase.seconds, "bound": phase.bound} for phase in plan.time
         ],
         "step_seconds": plan.seconds,
-        "advice": advice(config, plan.slowest, plan.cluster),
-        "suggestion": None if suggested is None else dict(suggested[0]),
+        "advice": advice(plan),
+        "suggestion": None if plan.suggestion is None else dict(plan.suggestion[0]),
     }

@@ -71,7 +71,6 @@ def _base_in_card(folder: Path) -> str | None:
 
 
 def _metrics_table(run: RunIndex) -> str:
-    """Returns a Markdown table of the last value of every metric."""
     last: dict[str, tuple[float, int]] = {}
     for step, metrics in run.metrics().items():
         last |= {

@@ -1,10 +1,16 @@
 """Records the rollouts of a run: the journal, tables of a few for the trackers, and lines on the screen."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from openrlhf.api import (
+    Decode,
     Evaluation,
     Hook,
     Journal,
@@ -12,14 +18,54 @@ from openrlhf.api import (
     Step,
     TrainedSamples,
     Trajectory,
+    best_to_worst,
     commonest_failure,
     decode_response,
+    format_number,
     headline,
     shorten,
 )
-from openrlhf.tools.record.samples import few_samples, print_samples
 
 SAMPLES_IN_TABLE = 8
+
+
+SAMPLES_PRINTED = 4
+
+
+def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
+    """Returns trajectories evenly spaced from best to worst reward, then failures if there is room."""
+    return [trajectories[i] for i in best_to_worst([t.reward for t in trajectories], limit)]
+
+
+def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:
+    """Prints samples as a table on a terminal, as plain lines in a file."""
+    stream = stream or sys.stdout
+    rows = [
+        (
+            "–" if t.reward is None else format_number(t.reward),
+            f"{t.num_actions}{' cut' if t.truncated else ''}",
+            shorten(t.prompt.text, 300, keep_end=True),
+            shorten(decode_response(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
+        )
+        for t in samples
+    ]
+    if stream.isatty():
+        _print_rich(rows, stream)
+        return
+    for reward, tokens, prompt, answer in rows:
+        print(f"--- reward {reward}  tokens {tokens}", file=stream)
+        print(f"prompt: {prompt}\nanswer: {answer}", file=stream, flush=True)
+
+
+def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
+    table = Table(title="samples", show_lines=True, expand=True)
+    table.add_column("reward", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("prompt", ratio=2)
+    table.add_column("answer", ratio=3)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(file=stream).print(table)
 
 
 class Rollouts(Hook):
@@ -74,8 +120,7 @@ class Rollouts(Hook):
         self.observer.trackers.table(step, f"{name}_samples", columns, rows)
 
     def saving(self, tag: str) -> None:
-        """Waits until all rollouts are on disk: a run that resumes from the checkpoint does not write them
-        again."""
+        """Waits for the disk: a run that resumes from the checkpoint does not write these rollouts again."""
         self.journal.flush()
 
     def closing(self) -> None:
@@ -89,7 +134,6 @@ class Rollouts(Hook):
             print_samples(shown, self.observer.decode)
 
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
-        """Prints one line with the number of failed samples, their most common error and an example of it."""
         failed = [t for t in trajectories if not t.ok]
         if not failed:
             return

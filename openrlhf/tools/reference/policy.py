@@ -66,8 +66,7 @@ def plain_policy_loss(
 
 
 def _prompt_divisor(row: ExperienceRow, norm: LossNorm, action: int) -> float:
-    """Returns the number of prompts times that of the actions after an action's prompt; 1 if they are not
-    known."""
+    """Returns the number of prompts times that of the actions after an action's prompt; 1 if unknown."""
     if row.prompts is None or norm.prompt_tokens is None:
         return 1
     return float(norm.prompt_tokens[row.prompts[action]]) * int((norm.prompt_tokens > 0).sum())
@@ -134,7 +133,6 @@ def _expected_score(advantage: AdvantageConfig, row: ExperienceRow, part: slice,
 
 
 def _kl(kl: KLConfig, row: ExperienceRow, part: slice, now: Tensor, anchor: Tensor) -> Tensor:
-    """Returns the KL of each action of a sequence, (n,)."""
     if kl.ref == "rollout":
         return plain_kl(row.rollout_log_probs[part].double() - now, kl.estimator)
     log_ratio = now - not_none(row.ref_log_probs)[part]

@@ -31,7 +31,6 @@ def run(a: Path, b: Path) -> int:
 def run_commits(
     path: Path, names: Sequence[str], step: int | None = None, repository: Path | None = None
 ) -> int:
-    """Prints the first difference between two commits' results. Returns 0 if there is none, else 1."""
     recorded = RecordedRun(path := find_run(path))
     _ = recorded.flags  # raises if the folder is no run
     step = max(recorded.steps, default=0) if step is None else step

@@ -73,7 +73,6 @@ class Repository:
         return Commit(name, sha, subject)
 
     def unpack(self, commit: Commit, folder: Path) -> None:
-        """Writes the package of a commit to the new folder `folder`."""
         folder.mkdir(parents=True)
         archive = folder / "package.tar"
         words = ["--format=tar", f"--prefix={PACKAGE}/", f"--output={archive}", f"{commit.sha}:{PACKAGE}"]

@@ -127,7 +127,6 @@ def bisect(a: RecordedRun, b: RecordedRun) -> Bisection:
 
 
 def settings(a: RecordedRun, b: RecordedRun) -> Settings:
-    """Compares flags and environments, and the checksums of data and models that checkpoints record."""
     flags = _changed(a.flags, b.flags)
     types = [command.config_type for command in TRAINING if a.command in ("", command.name)]
     decides = lambda key: all(find_change(type_, key).change is not Change.FREE for type_ in types)
@@ -174,7 +173,6 @@ def _rollouts(step: int, name: str, journals: tuple[Path, Path]) -> Stage:
 
 
 def _checkpoints_from(step: int, a: RecordedRun, b: RecordedRun) -> Iterator[Stage]:
-    """Yields the comparisons of the common checkpoints of `step` and later steps."""
     for saved, models in _common(a.checkpoints(), b.checkpoints()).items():
         if saved >= step:
             yield from _checkpoints(saved, models)
@@ -183,15 +181,13 @@ def _checkpoints_from(step: int, a: RecordedRun, b: RecordedRun) -> Iterator[Sta
 def _checkpoints(
     step: int, models: tuple[Mapping[str, Path], Mapping[str, Path]], *, reads: bool = False
 ) -> Iterator[Stage]:
-    """Yields the comparison of each model's checkpoint of a step. `models`: model -> folder, for both
-    runs."""
     for model, folders in _common(*models).items():
         found = [*compare_checkpoints(*folders, reads=reads)]
         yield Stage(step=step, name=f"checkpoint of the {model}", found=found)
 
 
 def _common(a: Mapping[KeyT, ValueT], b: Mapping[KeyT, ValueT]) -> dict[KeyT, tuple[ValueT, ValueT]]:
-    """Returns key -> values of both mappings, for the keys that both have."""
+    """Returns key -> values of both mappings, for their common keys."""
     return {key: (value, b[key]) for key, value in a.items() if key in b}
 
 
@@ -208,7 +204,6 @@ def _alone(a: RecordedRun, b: RecordedRun) -> dict[str, list[int]]:
 
 
 def describe_cause(stage: Stage) -> str:
-    """Returns the meaning of the first difference of a stage if all stages before it are equal."""
     quantity = stage.differing[0].quantity
     if stage.name.startswith("checkpoint"):
         return TENSOR

@@ -60,8 +60,7 @@ def compare_rollouts(a: pa.Table, b: pa.Table, *, kept: bool = False) -> Iterato
 
 
 def _paired(a: pa.Table, b: pa.Table, kept: bool) -> tuple[pa.Table, pa.Table, Compared | None]:
-    """Returns the samples of both tables in the same order and None, or the tables and the difference between
-    their samples."""
+    """Returns the samples of both tables in the same order, and their difference if there is one."""
     keys = [list(zip(*(t[name].to_pylist() for name in IDENTITY), strict=True)) for t in (a, b)]
     if kept:
         places = [{key: i for i, key in enumerate(own)} for own in keys]
@@ -84,8 +83,7 @@ def _named(key: tuple) -> str:
 
 
 def _by_token(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> list[str]:
-    """Returns the columns, with those of SAMPLING in the order in which they begin to differ in the first
-    differing sample."""
+    """Returns the columns, those of SAMPLING as they begin to differ in the first differing sample."""
     sampling = [name for name in SAMPLING if name in columns]
     differing = [np.flatnonzero(_differs(a[name], b[name])) for name in sampling]
     rows = [found[0] for found in differing if len(found)]
@@ -99,8 +97,7 @@ def _by_token(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> list[str]:
 
 
 def _first_token(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """Returns the index of the first token at which a column of SAMPLING differs; infinity if it does not
-    differ."""
+    """Returns the first token at which a column of SAMPLING differs; infinity if it does not."""
     read = PER_TOKEN[name]
     own, others = read(a), read(b)
     i = _first_index(own, others)
@@ -108,8 +105,7 @@ def _first_token(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> float
 
 
 def _token(row: Mapping[str, Any], name: str, i: int) -> int:
-    """Returns the index in `token_ids` of entry i of a column; the number of tokens for an entry after the
-    last."""
+    """Returns the index in `token_ids` of entry i of a column; the length for an entry after the last."""
     if name in ("token_ids", "action_ranges"):
         return i
     actions = _actions(row)
@@ -117,7 +113,6 @@ def _token(row: Mapping[str, Any], name: str, i: int) -> int:
 
 
 def _actions(row: Mapping[str, Any]) -> list[int]:
-    """Returns the indices in `token_ids` of the actions."""
     return [i for span in row["action_ranges"] for i in range(span["start"], span["end"])]
 
 
@@ -179,8 +174,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _largest(a: Any, b: Any) -> float | None:
-    """Returns the largest difference of two numbers, or of two lists of numbers of equal length; None for
-    others."""
+    """Returns the largest difference of two numbers, or lists of numbers of equal length; None for others."""
     one, other = (value if isinstance(value, list) else [value] for value in (a, b))
     is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
     if len(one) != len(other) or not all(map(is_number, [*one, *other])):
@@ -189,8 +183,7 @@ def _largest(a: Any, b: Any) -> float | None:
 
 
 def _first_index(a: Sequence, b: Sequence) -> int | None:
-    """Returns the first index at which two lists differ, which may be the length of the shorter one; None if
-    they are equal."""
+    """Returns the first index at which two lists differ, also by their lengths; None if they are equal."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if not same(x, y):
             return i
@@ -198,7 +191,6 @@ def _first_index(a: Sequence, b: Sequence) -> int | None:
 
 
 def _detail(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Describes the first difference of two rows in a column: the token and both values."""
     read = PER_TOKEN.get(name, lambda row: row[name])
     one, other = read(a), read(b)
     if not (isinstance(one, list) and isinstance(other, list)):
@@ -217,13 +209,11 @@ def _entry(values: Sequence, i: int) -> str:
 
 
 def shown(value: Any) -> str:
-    """Formats a value in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def compare_metrics(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Compared]:
-    """Yields the comparison of each metric of a step, in the order of the row."""
     for name in dict.fromkeys([*a, *b]):
         if name not in a or name not in b:
             text = "only in the first" if name in a else "only in the second"

@@ -62,7 +62,6 @@ class RecordedRun(RunIndex):
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The folder that `ckpt.path` and `ckpt.output_dir` name."""
         named = self.flags.get("ckpt.path") or f"{self.flags['ckpt.output_dir']}/checkpoints"
         return self.working_directory / named
 
@@ -78,8 +77,7 @@ class RecordedRun(RunIndex):
         return Path.cwd()
 
     def checkpoints(self) -> dict[int, dict[str, Path]]:
-        """Returns step -> model -> folder of the checkpoint. The model is `model` for a supervised run, and
-        `actor` or `critic` for an RL run."""
+        """Returns step -> model (`model`; in RL `actor`, `critic`) -> folder of the checkpoint."""
         found: dict[int, dict[str, Path]] = {}
         for model, place in (("model", ""), ("actor", "_actor"), ("critic", "_critic")):
             for folder in (self.checkpoint_folder / place).glob("global_step*"):
@@ -89,8 +87,7 @@ class RecordedRun(RunIndex):
 
     @property
     def contents(self) -> dict[str, str]:
-        """Name -> checksum of data and models, as the last checkpoint records them; empty if there is
-        none."""
+        """Name -> checksum of data and models in the last checkpoint; empty if there is none."""
         for models in reversed(self.checkpoints().values()):
             for folder in models.values():
                 with suppress(FileNotFoundError), reading(file := folder / ORIGIN):

@@ -12,15 +12,19 @@ from typing import Any, cast
 from openrlhf.api import (
     PPO,
     CheckpointFolder,
+    Collector,
     ErrorCode,
     NoEngines,
     PPOConfig,
+    StalenessLimit,
+    Step,
     UsageError,
     catch_signals,
     choose_hub,
     leave_distributed,
     num_updates,
     parse,
+    read_journal,
     short_errors,
     start_local_roles,
 )
@@ -29,7 +33,6 @@ from openrlhf.api import SupervisedRun as Run
 from openrlhf.api import build_rl_data as build_data
 from openrlhf.api import build_rl_trainer as build_trainer
 from openrlhf.tools.command_line.run_files import TRAINING, find_task_type
-from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.recorded import RecordedRun
 
 
@@ -53,8 +56,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             supervised(command.name, config, options.step)
 
 
+class JournalCollector(Collector):
+    """Returns the samples that a recorded run trained on, in the same order."""
+
+    def __init__(self, source: RecordedRun, staleness_limit: StalenessLimit, last_step: int) -> None:
+        """`last_step`: the last step whose samples are returned."""
+        self._journals, self.staleness_limit, self._last_step = source.rollouts(), staleness_limit, last_step
+        self._step = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._step == self._last_step
+
+    def fill(self, step: Step) -> None:
+        """Sets the samples of an RL step. Limits on failed samples are not checked again, because they count
+        samples that the step did not train on too."""
+        self._step = step.number
+        step.samples = read_journal(self._journals[step.number])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def supervised(name: str, config: Any, step: int) -> None:
-    """Trains from the checkpoint to the end of `step`."""
     with ExitStack() as held:
         trainer = Run(find_task_type(name)(config), [], held).trainer()
         trainer.last_step = step

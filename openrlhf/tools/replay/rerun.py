@@ -65,7 +65,6 @@ class Rerun:
 
     @property
     def beginning(self) -> str:
-        """The state that the computation starts from, in words."""
         return f"the checkpoint of step {self.start}" if self.start else "the beginning"
 
     @property
@@ -74,7 +73,6 @@ class Rerun:
 
     @property
     def result(self) -> RecordedRun:
-        """The steps that were computed again, as a run."""
         return RecordedRun(self.folder / "run")
 
     def check(self) -> None:
@@ -118,14 +116,12 @@ class Rerun:
 
     @property
     def _truncates(self) -> bool:
-        """True if the run trained on the nucleus of truncated sampling."""
         flags = self.run.flags
         truncates = flags["rollout.top_p"] < 1 or flags["rollout.top_k"] > 0
         return truncates and flags["rollout.max_kept_tokens"] > 0
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of flags that differ from those of the run."""
         saves = self.saves or self.step in self.run.checkpoints()
         checkpoints = {"ckpt.load_enable": self.start > 0, "ckpt.save_steps": self.step if saves else -1}
         places = {key: str(self.folder / name) for key, name in PLACES.items()}
@@ -153,7 +149,6 @@ class Rerun:
             raise RunError(ErrorCode.WORKER_FAILED, text, flag="--step", value=self.step)
 
     def _link_checkpoint(self) -> None:
-        """Creates a folder of checkpoints that contains only a link to the one to start from."""
         for model, target in self.run.checkpoints().get(self.start, {}).items():
             place = self.folder / "checkpoints" / ("" if model == "model" else f"_{model}")
             place.mkdir(parents=True, exist_ok=True)
@@ -162,8 +157,7 @@ class Rerun:
 
 
 def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Path:
-    """Writes the configuration of a run, with the values `settings` for flags that it has, to `file`. Returns
-    the file."""
+    """Writes the configuration of a run to `file`, with `settings` for those flags that it has."""
     tree = run.read_config()
     for key in settings.keys() & run.flags.keys():
         *sections, name = key.split(".")
@@ -187,8 +181,7 @@ def build_environment(run: RecordedRun, code: Path | None = None) -> dict[str, s
 
 
 def _importing_first(code: Path, working_directory: Path) -> dict[str, str]:
-    """Returns variables with which `python -m` imports from `code` before its working directory, which may
-    be a clone."""
+    """Returns variables with which `python -m` imports from `code` before its working directory."""
     others = [path for path in (os.environ.get("PYTHONPATH"), str(working_directory)) if path]
     return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([str(code), *others])}
 
@@ -207,7 +200,6 @@ class Replayed:
 
 
 def compare(rerun: Rerun) -> Replayed:
-    """Compares all records of the steps that were computed again with those of the run."""
     recorded, computed = rerun.run, rerun.result
     found: list[Stage] = []
     left_out: list[str] = []

@@ -34,8 +34,7 @@ def compare_checkpoints(a: Path, b: Path, *, reads: bool = False) -> Iterator[Co
 
 
 def have_same_hashes(a: Path, b: Path) -> bool:
-    """Returns True if the manifests of two checkpoints list the same files with the same hashes, except for
-    files without tensors."""
+    """Returns True if two manifests have equal hashes of the same files, but for those without tensors."""
     if not all((folder / MANIFEST).is_file() for folder in (a, b)):
         return False
     listed = [
@@ -91,7 +90,6 @@ def _read_deepspeed(folder: Path) -> dict[str, Callable[[], Tensor]]:
 
 
 def compare_tensors(name: str, a: Tensor, b: Tensor) -> Compared:
-    """Compares two tensors bit for bit."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return Compared(quantity=name, first=f"{a.dtype} {tuple(a.shape)} | {b.dtype} {tuple(b.shape)}")
     one, other = (t.contiguous().flatten().view(torch.uint8).reshape(t.numel(), -1) for t in (a, b))

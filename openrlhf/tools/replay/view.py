@@ -27,7 +27,6 @@ class Screen:
         self._console.print(Text(clean_text(text), style=style), soft_wrap=True)
 
     def stage(self, stage: Stage) -> None:
-        """Prints a table of the quantities of a stage that differ, and the names of equal ones."""
         title, differing = f"{stage.name} of step {stage.step}", stage.differing
         columns = "quantity", "differs in", "largest", "first difference"
         made = build_table(title, *columns, right=("largest",))
@@ -64,7 +63,6 @@ class Screen:
             self.stage(result.later)
 
     def replay(self, rerun: Rerun, result: Replayed) -> None:
-        """Prints the comparison of a step that was computed again."""
         self.say(f"{rerun.run.path}: step {rerun.step} computed again, from {rerun.beginning}")
         equal = [stage for stage in result.stages if not stage.differing]
         self.say(f"\nequal bit for bit: {_summary(equal) or 'nothing'}")
@@ -103,7 +101,6 @@ class Screen:
 
 
 def _summary(stages: Sequence[Stage]) -> str:
-    """Lists the steps of each kind of record."""
     steps: dict[str, list[int]] = {}
     for stage in stages:
         steps.setdefault(stage.name, []).append(stage.step)
@@ -119,7 +116,6 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _quantities(found: Sequence[Compared]) -> str:
-    """Lists quantities by name. If there are more than MOST_ROWS, such as tensors of a checkpoint, gives
-    their number, the first and the last."""
+    """Lists quantities by name; of more than MOST_ROWS their number, the first and the last."""
     names = [compared.quantity for compared in found]
     return ", ".join(names) if len(names) <= MOST_ROWS else f"{len(names)}, from {names[0]} to {names[-1]}"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from openrlhf.api import Batch, CriticWorker, Hook, Metrics, PackedRow, PolicyWorker, not_none
-from openrlhf.tools.reference.learning_rate import plain_learning_rate
+from openrlhf.tools.reference.objectives import plain_learning_rate
 from openrlhf.tools.selftest.invariants import check_first_pass, check_learning_rate
 from openrlhf.tools.selftest.verify import check_log_probs, check_values, is_whole, verify_step
 from openrlhf.tools.selftest.verify_rl import check_policy_loss, check_value_loss
@@ -45,7 +45,6 @@ class RankChecks(Hook):
             self._check_outputs(batch.select(some), step)
 
     def _check_outputs(self, sequences: Batch, step: int) -> None:
-        """Compares the log-probs or values of sequences with those of transformers' own forward pass."""
         model, row, config = (
             self.worker.model.module.model,
             PackedRow.from_batch(sequences),

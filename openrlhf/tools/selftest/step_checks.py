@@ -1,5 +1,5 @@
 """The checks of an RL run, by the event of a step after which they run. Each compares the run's own numbers
-with those of invariants.py, verify_rl.py and verify_metrics.py."""
+with those of invariants.py and verify_rl.py."""
 
 import math
 from collections.abc import Sequence
@@ -37,8 +37,13 @@ from openrlhf.tools.selftest.invariants import (
     check_trained,
     equals_reference,
 )
-from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics
-from openrlhf.tools.selftest.verify_rl import check_advantages, check_controller, synthetic_samples
+from openrlhf.tools.selftest.verify_rl import (
+    check_advantages,
+    check_controller,
+    check_evaluation,
+    check_metrics,
+    synthetic_samples,
+)
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
 """`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number: a weight of
@@ -73,7 +78,6 @@ class StepChecks(Hook):
         check_lengths(step.samples, config.action_limit, step.number)
 
     def advantages(self, step: Step) -> None:
-        """Checks log-probs, advantages and metrics."""
         batch, is_first = not_none(step.batch), step.number <= self.config.train.verify_steps
         if is_first:
             self._verify_advantages(step, batch)
@@ -131,8 +135,6 @@ class StepChecks(Hook):
         check_mismatch(step.metrics, config.ds.param_dtype, config.largest_mismatch, step.number)
 
     def _verify_advantages(self, step: Step, batch: Batch) -> None:
-        """Compares advantages, of the batch and of synthetic samples, and changes of the KL coefficient with
-        plain formulas."""
         arguments = advantage_arguments(self.config, step.kl.coef)
         check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
         sources = ["default", *sorted({source for own in arguments["tasks"].values() for source in own})]
@@ -152,7 +154,6 @@ class StepChecks(Hook):
         samples: Sequence[Trajectory],
         name: str = "the step",
     ) -> None:
-        """Compares the metrics of samples, which are called `name`, with plain formulas."""
         expected = plain_rollout_metrics(samples, step.version)
         expected |= plain_log_prob_metrics(batch, self.config.algo.kl.estimator)
         check_metrics(metrics, expected, step.number, name)

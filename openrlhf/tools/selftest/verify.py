@@ -47,8 +47,7 @@ from openrlhf.api import (
     is_classifier,
     reference_log_probs,
 )
-from openrlhf.tools.reference.learning_rate import plain_learning_rate
-from openrlhf.tools.reference.losses import plain_dpo, plain_kto, plain_rm, plain_sft
+from openrlhf.tools.reference.objectives import plain_dpo, plain_kto, plain_learning_rate, plain_rm, plain_sft
 from openrlhf.tools.reference.outputs import (
     chosen,
     distribution_of,
@@ -225,8 +224,7 @@ def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
 
 @torch.enable_grad()
 def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int) -> None:
-    """Checks log-probs and entropies of synthetic hidden states, and their gradients, against a softmax over
-    the whole vocabulary."""
+    """Checks log-probs, entropies and gradients of synthetic hidden states against a whole softmax."""
     head, (scale, softcap) = get_head(model), head_options(model.config)
     weight = cast(Tensor, head.weight)
     synthetic = torch.Generator().manual_seed(0)
@@ -265,8 +263,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
 
 
 def is_whole(model: PreTrainedModel, mesh: Mesh) -> bool:
-    """Returns whether each rank can run the model's layers alone, because no other rank has a part of its
-    rows or of its weights."""
+    """Returns True if no other rank has a part of this rank's rows or weights."""
     return not get_row_layout(model).gathers and mesh.sequence == mesh.tensor == 1
 
 
@@ -290,7 +287,6 @@ def check_log_probs(
 
 
 def check_values(model: PreTrainedModel, row: PackedRow, found: Tensor, *, dtype: str, step: int) -> None:
-    """Checks that the values `found` (A,) of a row's actions are those of transformers."""
     expected = values_of_row(model, row.to(model.device)).cpu()
     size = float(expected.abs().mean()) if len(found) else 0.0
     difference = float((found.double() - expected).abs().mean()) if len(found) else 0.0

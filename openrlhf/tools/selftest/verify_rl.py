@@ -1,13 +1,14 @@
-"""Formulas of RL, checked by a second computation in the first steps (`--train.verify_steps`): advantages and
-returns of a step and of synthetic samples, the KL coefficient, and the losses of policy and critic with their
-gradients at synthetic numbers. They equal those of `tools.reference`, whatever the model computes.
+"""Formulas of RL, checked by a second computation in the first steps (`--train.verify_steps`): advantages,
+returns and metrics of a step and of synthetic samples, the KL coefficient, and the losses of policy and
+critic with their gradients at synthetic numbers. They equal those of `tools.reference`, whatever the model
+computes.
 
 A step of a run seldom shows a wrong formula. In a first step the KL is 0, all samples are there, and each has
 one sequence. So the synthetic samples have what a run meets later (`SYNTHETIC`)."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,16 +23,19 @@ from openrlhf.api import (
     ExperienceRow,
     KLController,
     LossNorm,
+    Metrics,
     Outcome,
     PackedRow,
     PolicyObjective,
     PPOConfig,
     Prompt,
     Trajectory,
+    evaluation_metrics,
     not_none,
 )
 from openrlhf.api import runs_of_version as runs
 from openrlhf.tools.reference.advantages import PlainAdvantages
+from openrlhf.tools.reference.metrics import plain_evaluation_metrics
 from openrlhf.tools.reference.policy import is_covered, plain_policy_loss, plain_value_loss
 from openrlhf.tools.selftest.invariants import broken
 
@@ -77,8 +81,7 @@ mean is another number in float32, an outlier, an answer without actions, and an
 
 
 def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, step: int) -> None:
-    """Checks the policy's loss of a row, and its gradient, at synthetic log-probs and advantages. Losses of
-    the user have no reference."""
+    """Checks the policy's loss of a row, and its gradient, at synthetic numbers; not losses of the user."""
     if not is_covered(config):
         return
     objective, expected = PolicyObjective.from_config(config, kl_coef), config.rollout.temperature
@@ -124,7 +127,6 @@ def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, ste
 
 
 def check_value_loss(config: PPOConfig, row: ExperienceRow, step: int) -> None:
-    """Checks the critic's loss of a row, and its gradient, at synthetic values and returns."""
     objective = CriticObjective.from_config(config)
     size = len(row.rollout_log_probs)
     row = _with_synthetic(row, values=_waves(size, 1), returns=2 * _waves(size, 2))
@@ -174,7 +176,6 @@ def _check_formula(
 
 
 def _with_synthetic(row: ExperienceRow, **columns: Tensor) -> ExperienceRow:
-    """Returns the row with other numbers in those of these columns (A,) that it has."""
     known: dict[str, Any] = {name: x for name, x in columns.items() if getattr(row, name) is not None}
     return replace(row, **known)
 
@@ -185,8 +186,7 @@ def _near_and_far(size: int, place: int) -> Tensor:
 
 
 def _waves(size: int, kind: int = 0) -> Tensor:
-    """Returns numbers between -1 and 1 without a pattern, (size,) float64, the same in every run. `kind`:
-    selects one of several such vectors."""
+    """Returns numbers (size,) float64 between -1 and 1 without a pattern; `kind` selects one of several."""
     return ((torch.arange(1, size + 1, dtype=torch.float64) + 37 * kind) ** 2).sin()
 
 
@@ -256,7 +256,6 @@ def check_advantages(
 
 
 def check_controller(controller: KLController, step: int) -> None:
-    """Checks the change of the KL coefficient for synthetic KLs and numbers of samples."""
     if controller.target is None:
         return
     for factor, horizons in ((0.0, 0.5), (1.1, 0.5), (10.0, 20.0), (0.0, 20.0)):
@@ -267,3 +266,50 @@ def check_controller(controller: KLController, step: int) -> None:
             quantity = f"the coefficient after a KL of {factor:g} times its target"
             causes = "--algo.kl.target and --algo.kl.horizon change the coefficient in another way."
             raise broken(step, quantity, f"{found:.6g}", f"{expected:.6g}", causes)
+
+
+RELATIVE = 1e-3
+"""Largest relative difference between two computations of a metric, at least one of which is in float32."""
+
+
+def check_metrics(found: Metrics, expected: Metrics, step: int, samples: str = "the step") -> None:
+    """Checks the metrics that `expected` has. `samples`: what they measure."""
+    for name, value in expected.items():
+        measured = found.get(name, math.nan)
+        if not math.isclose(measured, value, rel_tol=RELATIVE, abs_tol=RELATIVE):
+            causes = "It counts other samples or actions, or has another formula than its documentation."
+            raise broken(step, f"{name} of {samples}", f"{measured:.6g}", f"{value:.6g}", causes)
+
+
+def check_evaluation(metrics: Metrics, trajectories: Sequence[Trajectory], step: int) -> None:
+    check_metrics(metrics, plain_evaluation_metrics(trajectories), step, "the evaluation")
+    synthetic = list(synthetic_evaluation())
+    check_metrics(
+        evaluation_metrics(synthetic), plain_evaluation_metrics(synthetic), step, "synthetic samples"
+    )
+
+
+def synthetic_evaluation() -> Iterable[Trajectory]:
+    """Yields samples of prompts of two sources, of which some failed and some have two sequences."""
+    scores = {
+        ("math", 0): (1.0, 0.0, 0.0, 1.0),
+        ("code", 1): (0.25, None, 0.5, -1.0),
+        ("math", 2): (None, None, 0.0, None),
+        ("code", 3): (2.0, 0.5, 0.75, 0.0),
+        ("math", 4): (None, None, None, None),
+    }
+    for (source, prompt_id), of_prompt in scores.items():
+        for i, score in enumerate(of_prompt):
+            for part in range(2 if i == 0 else 1):
+                yield Trajectory(
+                    prompt=Prompt(prompt_id=prompt_id, text="", source=source),
+                    sample_index=i,
+                    part=part,
+                    outcome=Outcome.OK if score is not None else Outcome.REWARD_ERROR,
+                    reward=score,
+                    score=score,
+                    token_ids=np.arange(3, dtype=np.int32),
+                    action_mask=np.arange(3) > 0,
+                    rollout_log_probs=np.full(2, -1, np.float32),
+                    weight_versions=runs([0, 0]),
+                )

@@ -61,12 +61,9 @@ class Recorder:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since `begin`."""
         return time.monotonic() - self.started
 
     def answers(self, tokenizer: PreTrainedTokenizerBase) -> OnAnswers:
-        """Returns a callback that writes answers as texts."""
-
         def write(requests: Sequence[Request], answers: Sequence[Generated]) -> None:
             rows = [
                 {
@@ -115,7 +112,6 @@ class Recorder:
 
 
 def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: int) -> list[Request]:
-    """Returns `num_samples` requests for each question, each with a seed of its own."""
     return [
         Request(
             question=question,

@@ -59,13 +59,15 @@ from openrlhf.tools.serve.answering import (
     score,
 )
 from openrlhf.tools.serve.flags import length_keys
-from openrlhf.tools.serve.post_process import best_and_worst, keep_best, write_rewards
 from openrlhf.tools.serve.result_file import (
     ResultFile,
+    best_and_worst,
     check_origin,
     finished,
+    keep_best,
     merge,
     write_origin,
+    write_rewards,
     write_rows,
 )
 
@@ -278,8 +280,7 @@ def _loader(config: BatchInferenceConfig) -> str:
 
 
 def _statistics(config: BatchInferenceConfig, model_config: PreTrainedConfig) -> tuple[float, float]:
-    """Returns (mean, std) by which scores are normalised. For csft they are (0, 1), because csft normalises
-    all scores at the end."""
+    """Returns (mean, std) by which scores are normalised, (0, 1) for csft, which does so at the end."""
     if not config.reward.normalize_enable or config.post_processor == "csft":
         return 0.0, 1.0
     return score_statistics(model_config, config.model.model_name_or_path)
@@ -288,7 +289,6 @@ def _statistics(config: BatchInferenceConfig, model_config: PreTrainedConfig) ->
 def _finish(
     config: BatchInferenceConfig, progress: Progress, num_wanted: int, num_tokens: int, elapsed: float
 ) -> None:
-    """Merges the ranks' rows, post-processes them, and prints a summary."""
     rows = merge(config.raw_path)
     if len(rows) != num_wanted:
         text = f"has {counted(len(rows), 'row')} instead of {num_wanted}. Another run may be writing it."
@@ -307,7 +307,6 @@ def _finish(
 
 
 def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[dict], str]:
-    """Returns the post-processed rows, and a remark for the summary."""
     if config.post_processor == "rs":
         return keep_best(rows), ""
     if config.post_processor == "csft":
@@ -317,7 +316,6 @@ def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[
 
 
 def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
-    """Loads the model for sampling with transformers, not yet on its device."""
     return load_generator(
         config.model.model_name_or_path,
         flag=MODEL_FLAG,
@@ -361,8 +359,7 @@ def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:
 
 
 def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
-    """Joins the process group, waits for all ranks, and returns (rank, number of ranks). Returns (0, 1) with
-    vLLM, which starts its own processes."""
+    """Waits for all ranks. Returns (rank, number of ranks): (0, 1) with vLLM, which has its own processes."""
     if config.engine == "vllm":
         return 0, 1
     init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less work wait at the end
@@ -373,7 +370,6 @@ def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
 
 
 def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:
-    """Returns the sum of `number` over ranks, after all have written their rows."""
     if config.engine == "vllm":
         return number
     total = torch.tensor(number, device=current_device())

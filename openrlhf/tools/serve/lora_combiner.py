@@ -35,8 +35,7 @@ from openrlhf.api import loading_model as loading
 
 
 def run(config: LoraCombinerConfig) -> None:
-    """Writes the merged model: W + (alpha / rank) B A for every adapted layer, and the base model's other
-    weights."""
+    """Writes W + (alpha / rank) B A for every adapted layer, and the base model's other weights."""
     check_model(config.model_path, "--model_path")
     trained_on = _check_adapter(config)
     tokenizer_path, flag = _tokenizer_home(config)
@@ -148,8 +147,7 @@ def _wrong_adapter(config: LoraCombinerConfig, text: str) -> UsageError:
 
 
 def _tokenizer_home(config: LoraCombinerConfig) -> tuple[str, str]:
-    """Returns the tokenizer's path and the flag of that path: the adapter's folder if it has a tokenizer,
-    else the base model's."""
+    """Returns the path and its flag: the adapter's folder if it has a tokenizer, else the base model's."""
     beside = cached_file(
         config.lora_path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False
     )

@@ -58,8 +58,7 @@ class TextScorer:
         mean: float = 0.0,
         std: float = 1.0,
     ) -> None:
-        """Limits packed rows to `max_tokens` tokens and `batch_size` texts, and normalises scores to
-        (score - mean) / std."""
+        """Limits packed rows; scores become (score - mean) / std."""
         self.model, self.tokenizer, self.encode = model, tokenizer, Encoder(tokenizer)
         self.max_len, self.max_tokens, self.batch_size = max_len, max_tokens, batch_size
         self.mean, self.std = mean, std

@@ -22,7 +22,6 @@ from openrlhf.tools.serve.server import bind, build_app, serve
 
 
 def run(config: ServeRMConfig) -> None:
-    """Serves until SIGTERM or Ctrl-C."""
     with checking():
         check(config)
     freeze_heap()
@@ -34,7 +33,6 @@ def run(config: ServeRMConfig) -> None:
 
 
 def check(config: ServeRMConfig) -> None:
-    """Checks the model's files before the model is loaded. Raises UsageError for problems."""
     path = config.reward.model_name_or_path or ""
     model_config = load_config(path, SERVED_FLAG)
     if config.reward.normalize_enable:
@@ -50,7 +48,6 @@ def check(config: ServeRMConfig) -> None:
 
 
 def load(config: ServeRMConfig) -> TextScorer:
-    """Loads the model with its tokenizer as a function from texts to scores."""
     path = config.reward.model_name_or_path or ""
     tokenizer = load_tokenizer(path, flag=SERVED_FLAG, use_fast=not config.data.disable_fast_tokenizer)
     end_token_id(tokenizer)  # refuses a tokenizer without one

@@ -1,15 +1,23 @@
-"""Compares two computations of a loss and its gradient, relative to the sizes of the terms that they add
-up."""
+"""Compares two computations of a loss and its gradient, relative to the sizes of the terms that they add up.
+
+Two correct computations differ by rounding alone. Each rounding is a random number, which changes with the
+kernel, the order of summation or the row. n independent roundings of relative size at most u, the unit
+roundoff of the dtype, add up to about u sqrt(n), and rarely to more than 5 times that (Higham and Mary, A New
+Approach to Probabilistic Rounding Error Analysis, https://doi.org/10.1137/18M1226312)."""
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from openrlhf.api import DTYPES, Sample
+from openrlhf.tools.reference.objectives import PlainLoss
 from openrlhf.tools.verify.layouts import TOTAL_LOSS, LayoutStep
 from openrlhf.tools.verify.report import Finding, judged
-from openrlhf.tools.verify.rounding import Rounding
 
 FLOOR = 0.01
 """Lower limit of the norm by which the difference of a weight's gradients is divided. It is a fraction of the
@@ -21,6 +29,59 @@ PLAIN = 2
 come from independent roundings, and one more for the luck of either."""
 
 REPORT = "Report it with the file of this verification; until then do not trust results of this setup."
+
+
+DEVIATIONS = 5
+"""Largest multiple of the expected error u sqrt(n) that counts as rounding."""
+ROUNDINGS = 20
+"""Number of successive roundings of a value in a layer's forward and backward pass: norms, projections,
+rotation, scores, softmax, sums of heads, residual sums, gate and product, and as many in the backward
+pass."""
+TF32 = 2.0**-11
+"""Unit roundoff of TF32, to which some GPUs round the factors of float32 products."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """Number and size of the roundings between a sequence's tokens and a gradient."""
+
+    dtype: str
+    """fp32, bf16 or fp16."""
+    layers: int
+    longest_sum: int
+    """Number of terms of the longest sum: hidden size, intermediate size, vocabulary or tokens."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, dtype: str, tokens: int) -> "Rounding":
+        text = config.get_text_config()
+        sizes = [getattr(text, name, None) for name in ("hidden_size", "intermediate_size", "vocab_size")]
+        sums = [size for size in sizes if isinstance(size, int)]
+        layers = getattr(text, "num_hidden_layers", None) or 1
+        return cls(dtype=dtype, layers=layers, longest_sum=max([*sums, tokens]))
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of the dtype, half its epsilon."""
+        if self.dtype == "fp32" and torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32:
+            return TF32
+        return torch.finfo(DTYPES[self.dtype]).eps / 2
+
+    @property
+    def roundings(self) -> int:
+        """Number of roundings. Sums are accumulated in float32 for every dtype, so their terms count only in
+        fp32."""
+        return ROUNDINGS * (self.layers + 1) + (self.longest_sum if self.dtype == "fp32" else 0)
+
+    @property
+    def bound(self) -> float:
+        return DEVIATIONS * self.unit * math.sqrt(self.roundings)
+
+    def __str__(self) -> str:
+        terms = f" + {self.longest_sum:,} (longest sum)" if self.dtype == "fp32" else ""
+        return (
+            f"{DEVIATIONS} x {self.unit:.2g} (unit roundoff of {self.dtype}) x sqrt({ROUNDINGS} x "
+            f"({self.layers} layers + head){terms})"
+        )
 
 
 class Gradient(NamedTuple):
@@ -68,9 +129,59 @@ class Scale(NamedTuple):
 
 
 def on_cpu(step: LayoutStep) -> Gradient:
-    """Copies loss and gradients of a step to the CPU, in float32."""
     gradients = {name: gradient.float().cpu() for name, gradient in step.gradients.items()}
     return Gradient(step.metrics[TOTAL_LOSS], gradients)
+
+
+PlainOutput = Callable[[Any, Sample], Tensor]
+"""Function (model, sequence) -> output, as described at `PlainLoss.loss`."""
+
+
+class PlainGradient(NamedTuple):
+    """Loss and gradient of a plain model."""
+
+    loss: float
+    loss_added: float
+    """Sum over all outputs of |output d loss / d output|: the terms of the loss before they cancel."""
+    gradients: dict[str, Tensor]
+    """Gradient of each weight, in float32 on the CPU."""
+    added: dict[str, float]
+    """Sum over the sequences of the norm of each one's part of the gradient. Rounding errors are relative to
+    it: where parts cancel, it is larger than the norm of their sum."""
+
+
+def plain_gradient(model: Any, plain: PlainLoss, output: PlainOutput) -> PlainGradient:
+    """Computes the loss of all sequences, and its gradient one sequence at a time.
+
+    The first pass computes all outputs without gradients; differentiating the formula gives the weight
+    d loss / d output of each. The second pass adds up the gradients of the weighted outputs, so that only one
+    sequence's activations are in memory."""
+    with torch.no_grad():
+        outputs = [output(model, sample).double() for sample in plain.sequences]
+    with torch.enable_grad():
+        leaves = [each.requires_grad_() for each in outputs]
+        loss = plain.loss(leaves)
+        weights = torch.autograd.grad(loss, leaves, allow_unused=True)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = {name: torch.zeros(p.shape, dtype=torch.float32) for name, p in trained.items()}
+    added = dict.fromkeys(trained, 0.0)
+    for sample, weight in zip(plain.sequences, weights, strict=True):
+        if weight is None or not weight.any():
+            continue
+        value = output(model, sample)
+        parts = torch.autograd.grad(
+            (value * weight.to(value)).sum(), list(trained.values()), allow_unused=True
+        )
+        for name, part in zip(trained, parts, strict=True):
+            if part is not None:
+                total[name] += part.float().cpu()
+                added[name] += float(part.float().norm())
+    terms = sum(
+        float((leaf.detach() * weight).abs().sum())
+        for leaf, weight in zip(leaves, weights, strict=True)
+        if weight is not None
+    )
+    return PlainGradient(loss.item(), terms, total, added)
 
 
 def compared(
@@ -95,7 +206,6 @@ def compared(
 
 
 def largest_difference(difference: Difference, scale: Scale) -> tuple[float, str]:
-    """Returns the largest relative difference of the loss or of the gradient of a weight, and its place."""
     if difference.missing:
         return math.inf, f"{difference.missing}, which only one of the two computations has"
     differences = {"the loss": difference.loss / max(scale.loss, difference.expected_loss, 1e-30)}

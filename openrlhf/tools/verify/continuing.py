@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.api import Metrics
-from openrlhf.tools.verify.report import Finding, judged
+from openrlhf.tools.verify.report import Clock, Finding, judged
 from openrlhf.tools.verify.subjects import STEPS, Running, Subject
-from openrlhf.tools.verify.timing import Clock
 
 HALF = STEPS // 2
 TAG = f"global_step{HALF}"
@@ -77,7 +76,6 @@ def continuing_checks(subject: Subject, dtype: str, folder: Path) -> Iterator[Fi
 
 
 def difference(found: State, expected: State) -> tuple[float, str]:
-    """Returns the largest difference of a metric or of an element of a weight, and its place."""
     differences = {
         f"the metric {name} of step {i + 1} of the compared steps": gap(value, theirs[name])
         for i, (mine, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True))

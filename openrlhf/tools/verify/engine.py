@@ -25,9 +25,8 @@ from openrlhf.api import (
 from openrlhf.api import WeightLimit as Limit
 from openrlhf.api import WeightProbe as Probe
 from openrlhf.api import weight_difference as explain_difference
-from openrlhf.tools.verify.report import Finding, judged, not_checked
+from openrlhf.tools.verify.report import Clock, Finding, judged, not_checked
 from openrlhf.tools.verify.subjects import PolicySubject, join_batch, load_prompts, policy_learned
-from openrlhf.tools.verify.timing import Clock
 
 SYNCS = 10
 ANSWERS, ANSWER_TOKENS = 4, 24
@@ -60,14 +59,12 @@ class SyncedPair:
         return self.worker.compute_log_probs(self.probe)
 
     def difference(self) -> float:
-        """Returns the mean absolute difference between the engine's and the trainer's log-probs of the probe,
-        as a fraction of the limit."""
+        """Returns the mean absolute difference of the probe's log-probs as a fraction of the limit."""
         theirs = torch.tensor(self.engine.call(self.engine.engine.probe(self.probe.asked)).log_probs)
         return self.relative(theirs, self.trainer())
 
     def relative(self, found: Tensor, trainer: Tensor) -> float:
-        """Returns the mean absolute difference as a fraction of the limit, which is what rounding
-        explains."""
+        """Returns the mean absolute difference as a fraction of the limit: what rounding explains."""
         return float((found - trainer).abs().mean() / self.limit.allowed(trainer))
 
     def sync(self) -> None:
@@ -75,7 +72,6 @@ class SyncedPair:
         not_none(self.worker.send_weights(self.version, self.probe))
 
     def reason(self) -> str:
-        """Names the weights that the engine lacks or stores differently, as far as they can be read back."""
         sent = self.worker.weight_fingerprints()
         lengths = {name: fingerprint.length for name, fingerprint in sent.items()}
         stored: dict[str, WeightFingerprint] = self.engine.call(
@@ -88,7 +84,7 @@ class SyncedPair:
 
 
 def engine_checks(subject: PolicySubject, dtype: str) -> Iterator[Finding]:
-    """Yields the outcome of each check. The engine has the run's options and shares the trainer's device."""
+    """Yields the outcome of each check. The engine shares the trainer's device."""
     if why := why_no_engine(subject):
         yield from (not_checked(name, CLAIMS[name], why) for name in NAMES)
         return
@@ -112,7 +108,6 @@ def why_no_engine(subject: PolicySubject) -> str:
 
 @contextmanager
 def started(subject: PolicySubject, worker: PolicyWorker) -> Iterator[SyncedPair]:
-    """Starts the run's engine with the weights of the model's files."""
     options = local_options(worker.config)
     engine = LocalEngine(options)
     try:
@@ -122,8 +117,6 @@ def started(subject: PolicySubject, worker: PolicyWorker) -> Iterator[SyncedPair
 
 
 def pair_checks(subject: PolicySubject, pair: SyncedPair) -> Iterator[Finding]:
-    """Yields the outcome of each check of an engine and a trainer that have both just loaded the model's
-    files."""
     clock = Clock()
     bound = (
         "mean absolute difference of log-probs, as a fraction of the limit of the weight check: "
@@ -162,8 +155,7 @@ def pair_checks(subject: PolicySubject, pair: SyncedPair) -> Iterator[Finding]:
 
 
 def sampled_difference(subject: PolicySubject, pair: SyncedPair) -> float:
-    """Samples answers. Returns the mean absolute difference between the log-probs that the engine returned
-    with them and the trainer's, as a fraction of the limit."""
+    """Returns the difference of sampled answers' log-probs to the trainer's, as a fraction of the limit."""
     config, prompts = subject.config, load_prompts(subject.config, subject.size)[:ANSWERS]
     answers = [answer(pair, prompt, config.rollout.temperature, seed=i) for i, prompt in enumerate(prompts)]
     theirs = np.concatenate([log_probs for _, log_probs in answers])
@@ -184,7 +176,6 @@ def answer(
 
 
 def seeds_finding(subject: PolicySubject, pair: SyncedPair, clock: Clock) -> Finding:
-    """Samples an answer twice with one seed and once with another, and compares their tokens."""
     prompt, temperature = load_prompts(subject.config, subject.size)[0], subject.config.rollout.temperature
     (first, _), (again, _), (other, _) = (answer(pair, prompt, temperature, seed) for seed in (1, 1, 2))
     differing = sum(a != b for a, b in zip(first, again, strict=True))

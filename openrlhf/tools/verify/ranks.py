@@ -12,12 +12,10 @@ import torch
 
 from openrlhf.api import DEVICE_TYPE, init_distributed, leave_distributed, with_values
 from openrlhf.tools.command_line.jobs import logged_job
-from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Scale, compared, on_cpu
+from openrlhf.tools.verify.compare import REPORT, Difference, Gradient, Rounding, Scale, compared, on_cpu
 from openrlhf.tools.verify.layouts import ALL
-from openrlhf.tools.verify.report import Finding, Verdict, not_checked
-from openrlhf.tools.verify.rounding import Rounding
+from openrlhf.tools.verify.report import Clock, Finding, Verdict, not_checked
 from openrlhf.tools.verify.subjects import Subject
-from openrlhf.tools.verify.timing import Clock
 
 
 def choose_stages(subject: Subject) -> list[int]:
@@ -30,8 +28,7 @@ def choose_stages(subject: Subject) -> list[int]:
 def rank_checks(
     subject: Subject, folder: Path, expected: Gradient, scale: Scale, rounding: Rounding
 ) -> Iterator[Finding]:
-    """Yields one finding for each ZeRO stage: whether several ranks compute the loss and gradient `expected`,
-    those of one rank."""
+    """Yields for each ZeRO stage whether several ranks compute the loss and gradient `expected`."""
     stages, clock = choose_stages(subject), Clock()
     names = {stage: f"ranks, ZeRO {stage}" for stage in stages}
     number = torch.cuda.device_count() if DEVICE_TYPE == "cuda" else 2
@@ -72,7 +69,6 @@ def launch(subject: Subject, folder: Path, stages: list[int], number: int) -> st
 
 
 def main(folder: Path) -> None:
-    """Computes the gradient at each stage as one rank of the job; the first rank writes it."""
     subject, stages = pickle.loads((folder / "subject.pkl").read_bytes())  # written by `launch`
     init_distributed()
     for stage in stages:

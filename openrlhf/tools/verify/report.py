@@ -4,6 +4,7 @@ report."""
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -57,8 +58,19 @@ def not_checked(check: str, claim: str, why: str) -> Finding:
     return Finding(check=check, claim=claim, verdict=Verdict.NOT_CHECKED, how=why)
 
 
+class Clock:
+    """Measures the seconds between calls."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def lap(self) -> float:
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
 def table(findings: Sequence[Finding]) -> str:
-    """Formats findings as a table, with the derivation of each bound and the failures below it."""
     rows = [("check", "verdict", "error", "bound", "seconds", "claim")]
     rows += [
         (f.check, f.verdict, _number(f.error), _number(f.bound), f"{f.seconds:.1f}", f.claim)
@@ -99,6 +111,5 @@ def write_report(path: Path, command: str, config: Any, findings: Sequence[Findi
 
 
 def machine() -> dict[str, Any]:
-    """Returns the GPUs, the versions of CUDA and torch, and the command line."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"gpus": gpus, "cuda": torch.version.cuda, "torch": torch.__version__, "argv": sys.argv}

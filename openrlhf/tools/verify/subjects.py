@@ -49,6 +49,7 @@ from openrlhf.api import SupervisedRun as Run
 from openrlhf.api import SupervisedTask as Task
 from openrlhf.tools.reference.objectives import Reference
 from openrlhf.tools.reference.outputs import plain_log_probs, plain_score
+from openrlhf.tools.verify.compare import PlainOutput
 from openrlhf.tools.verify.layouts import (
     LAYOUTS,
     Chosen,
@@ -57,7 +58,6 @@ from openrlhf.tools.verify.layouts import (
     step_with_gradients,
     steps,
 )
-from openrlhf.tools.verify.plain import PlainOutput
 
 AT_REST = {
     "train.on_nonfinite": "stop",
@@ -283,7 +283,6 @@ class PolicySubject(Subject):
 
     @contextmanager
     def worker(self, dtype: str, *, learns: bool) -> Iterator[PolicyWorker]:
-        """Starts the policy's worker in this process."""
         ranks = int(os.environ.get("WORLD_SIZE") or 1)
         made = PolicyWorker(
             self.configured(dtype, learns), int(os.environ.get("RANK") or 0), Mesh(data=ranks)
@@ -319,7 +318,6 @@ def policy_learned(worker: PolicyWorker, batch: Batch, start: int, stop: int) ->
 def policy_steps(
     worker: PolicyWorker, batch: Batch, layouts: Iterable[str] = LAYOUTS
 ) -> Iterator[LayoutStep]:
-    """Yields one optimizer step of the policy for each layout, on a batch. See `layouts.steps`."""
     config, objective = worker.config, worker.objective(worker.config.algo.kl.init_coef)
     try:
         for layout in layouts:
@@ -357,8 +355,7 @@ def join_batch(prompts: list[list[int]], answers: list[list[int]], log_probs: np
 
 
 def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
-    """Adds log-probs that differ a little from the policy's own, random advantages and returns, and prompts
-    of two samples each."""
+    """Adds log-probs near the policy's own, random advantages and returns, and prompts of two samples."""
     own, random = worker.forward(batch), np.random.default_rng(0)
     noise = lambda size: size * random.standard_normal(len(own)).astype(np.float32)
     return replace(
@@ -373,7 +370,6 @@ def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
 
 
 def load_prompts(config: PPOConfig, size: Size) -> list[list[int]]:
-    """Returns `size.rows` of the run's prompts as tokens: see `shortest`."""
     found, _, tokenizer = build_prompt_datasets(config)
     texts = [prompt.text for prompt in found.without_images]
     is_chat = config.data.apply_chat_template
@@ -391,7 +387,6 @@ def shortest(lengths: list[int], size: Size) -> list[int]:
 
 
 def forget_engines() -> None:
-    """Frees the memory of training engines that are no longer used."""
     unset_hf_deepspeed_config()
     gc.collect()
     release_cached_memory()

@@ -13,18 +13,18 @@ from openrlhf.tools.verify.compare import (
     REPORT,
     Difference,
     Gradient,
+    PlainGradient,
+    Rounding,
     Scale,
     compared,
     largest_difference,
     on_cpu,
+    plain_gradient,
 )
 from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE
-from openrlhf.tools.verify.plain import PlainGradient, plain_gradient
 from openrlhf.tools.verify.ranks import rank_checks
-from openrlhf.tools.verify.report import Finding, not_checked
-from openrlhf.tools.verify.rounding import Rounding
+from openrlhf.tools.verify.report import Clock, Finding, not_checked
 from openrlhf.tools.verify.subjects import Running, Subject
-from openrlhf.tools.verify.timing import Clock
 
 CLAIMS: Mapping[str, tuple[str, str, str]] = {
     "shuffled, three in a row": (
@@ -49,7 +49,6 @@ CLAIMS: Mapping[str, tuple[str, str, str]] = {
 
 
 def number_of_checks(own_dtype: str) -> int:
-    """Returns the number of findings of `trainer_checks` except those of several ranks."""
     return 2 + len(CLAIMS) + {"fp32": 0, "fp16": 1, "bf16": 2}[own_dtype]
 
 
@@ -153,8 +152,7 @@ def error_of_plain(
 def compute_plain(
     subject: Subject, items: Any, objective: Any, dtype: str
 ) -> tuple[PlainGradient | None, str]:
-    """Returns loss and gradient of transformers' own model in `dtype` and ""; or None and the reason why
-    there is no such comparison."""
+    """Returns loss and gradient of transformers' own model in `dtype`, or None; and the reason why, or ""."""
     if subject.why_no_plain_model:
         return None, subject.why_no_plain_model
     with torch.no_grad():

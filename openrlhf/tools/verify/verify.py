@@ -47,7 +47,6 @@ def run(command: Command, config: Any, options: argparse.Namespace) -> int:
 
 
 def build_subject(command: Command, config: Any, scratch: Path, size: Size) -> Subject:
-    """Returns the model to verify, on the run's own rows."""
     if command.name == PPO.name:
         return PolicySubject(config, size)
     return SupervisedSubject(find_task_type(command.name), config, scratch, size)
@@ -70,7 +69,6 @@ def _with_layers(command: Command, config: Any, layers: int | None, scratch: Pat
 
 
 def _checks(subject: Subject, scratch: Path, *, engine: bool, ranks: bool) -> tuple[int, Iterator[Finding]]:
-    """Returns the number of findings, and the findings of all checks."""
     dtype, continued = subject.config.ds.param_dtype, scratch / "continuing"
     total = number_of_checks(dtype) + (len(choose_stages(subject)) if ranks else 0) + 2
     job = scratch / "ranks" if ranks else None

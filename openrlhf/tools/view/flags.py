@@ -96,7 +96,7 @@ def view(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options = view_parser().parse_args(argv)
         check_packages()
-        run("openrlhf.tools.view.view:run", options.runs, options.port, not options.no_browser)
+        run("openrlhf.tools.view.server:run", options.runs, options.port, not options.no_browser)
 
 
 def check_packages() -> None:

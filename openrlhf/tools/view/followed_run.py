@@ -77,7 +77,6 @@ class FollowedRun:
 
     @property
     def num_unreadable(self) -> int:
-        """Number of lines that are not JSON objects."""
         return self._metrics.num_unreadable + self._health.num_unreadable
 
     @property
@@ -103,8 +102,7 @@ class FollowedRun:
 
     @property
     def age(self) -> float | None:
-        """Seconds since the last step or, before the first one, since the start; None if nothing is
-        written."""
+        """Seconds since the last step, before the first one since the start; None if nothing is written."""
         for path in (self.folder.metrics_path, self.folder.path / "config.yaml"):
             try:
                 return max(0.0, time.time() - path.stat().st_mtime)
@@ -192,8 +190,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Reads a few samples of a step's Parquet file: samples evenly spaced from best to worst reward, and
-    failed ones."""
+    """Reads samples of a step, evenly spaced from best to worst reward, and failed ones."""
     with reading(path), pq.ParquetFile(path) as file:
         columns = [name for name in SAMPLE_COLUMNS if name in file.schema_arrow.names]
         rewards = file.read(["reward"])["reward"].to_pylist()

@@ -107,11 +107,9 @@ class Index:
         """Error of the last update; empty after one that succeeded."""
 
     def start(self) -> None:
-        """Starts the indexing thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after its current batch, and closes the files."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()  # bounded: one batch of files
@@ -231,8 +229,6 @@ def parquet(path: Path) -> str:
 
 
 def _relations(cursor: duckdb.DuckDBPyConnection, folder: Path, names: Sequence[str]) -> list[str]:
-    """Returns the SQL expressions that read files: one for all Parquet files, and one for each .jsonl
-    file."""
     relations = []
     if paths := [folder / name for name in names if name.endswith(".parquet")]:
         listed = ", ".join(_literal(path) for path in paths)
@@ -277,7 +273,6 @@ def _selection(cursor: duckdb.DuckDBPyConnection, relation: str) -> str:
 
 
 def _journals(folder: Path) -> dict[str, FileState]:
-    """Returns the journal's files with their states; empty if the folder does not exist."""
     states = {}
     for path in folder.glob("*"):
         if JOURNAL_FILE.fullmatch(path.name):

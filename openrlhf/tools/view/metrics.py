@@ -78,7 +78,6 @@ class Metrics:
 
     @property
     def num_unreadable(self) -> int:
-        """Number of lines that are not JSON objects."""
         return self._tail.num_unreadable
 
     def read(self) -> None:
@@ -109,7 +108,6 @@ class Metrics:
             return sorted({name for metrics in self.steps.values() for name in metrics})
 
     def curve(self, name: str) -> Curve:
-        """Returns the curve of a metric; empty if there is none."""
         with self._lock:
             return [(step, values[name]) for step, values in sorted(self.steps.items()) if name in values]
 

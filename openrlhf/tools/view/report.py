@@ -69,7 +69,6 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def build_contents(folder: RunIndex) -> dict[str, Any]:
-    """Returns the variables of the page's template."""
     curves = _curves(folder.metrics())
     files = folder.rollouts()
     constant = {name for name, curve in curves.items() if is_constant(curve)}
@@ -109,7 +108,6 @@ def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
 
 
 def _title(folder: RunIndex) -> str:
-    """Returns the run's name, model, algorithm and date, as far as the folder has them."""
     flags = folder.flags
     words = folder.read("argv.txt")
     command, date = (re.search(pattern, words) for pattern in (r"cli\.train_([a-z]+)", r"# (\S+ \d+:\d+)"))
@@ -130,8 +128,7 @@ def _facts(curves: dict[str, Curve]) -> list[str]:
 
 
 def _levels(curve: Curve) -> tuple[float, float, str]:
-    """Returns the levels of a curve at its beginning and end, and the name of the latter. They are means over
-    a tenth of its steps, because a single step is noisy."""
+    """Returns means over the first and the last tenth of the steps, as one step is noisy, and a name."""
     finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
     width = max(1, len(finite) // 10)
     name = "last step" if width == 1 else f"mean of the last {width} steps"
@@ -145,7 +142,6 @@ def _tile(name: str, curve: Curve) -> dict[str, Any]:
 
 
 def _logs(files: dict[int, Path]) -> set[str]:
-    """Returns the names in the `extra_logs` of samples."""
     columns = [
         read_table(files[step], ["extra_logs"])["extra_logs"].combine_chunks() for step in _ends(files)
     ]
@@ -155,7 +151,6 @@ def _logs(files: dict[int, Path]) -> set[str]:
 def _metric_sections(
     curves: dict[str, Curve], headings: dict[str, list[str]], constant: set[str], same: Container[str]
 ) -> dict[str, Any]:
-    """Returns the charts by section, metrics with one value, and those beyond the limit of charts."""
     own = [name for name in headings.get(OWN, ()) if name not in constant]
     room, drawn, constants, left_out = CURVES_SHOWN - len(own[:OWN_CURVES_SHOWN]), [], [], []
     for heading, found in headings.items():
@@ -201,13 +196,11 @@ def _chart(name: str, curve: Curve) -> dict[str, Any]:
 
 
 def _axis(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Returns the linear map from values to pixels."""
     return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
 
 
 def _step_ticks(low: int, high: int, x: Callable) -> list[dict[str, Any]]:
-    """Returns ticks at the first, a middle and the last step. The outer labels are aligned with the ends of
-    the plot."""
+    """Returns ticks at the first, a middle and the last step."""
     anchors = {low: "start", high: "end"} if low < high else {}
     return [
         {
@@ -220,8 +213,6 @@ def _step_ticks(low: int, high: int, x: Callable) -> list[dict[str, Any]]:
 
 
 def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
-    """Returns one table row of times per phase, the longest first. Means are over the steps that have the
-    phase."""
     phases = {
         name.removeprefix("timing/"): finite
         for name, curve in curves.items()
@@ -243,17 +234,14 @@ def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
 
 
 def _peak(curve: Curve) -> str:
-    """Formats the peak over all steps in GB; "" if none was measured."""
     return f"{max(value for _, value in curve):.1f} GB" if curve else ""
 
 
 def _ends(files: dict[int, Path]) -> set[int]:
-    """Returns the first and the last step."""
     return {min(files), max(files)} if files else set()
 
 
 def _samples_of_step(step: int, path: Path) -> dict[str, Any]:
-    """Returns the best and the worst answer of a step, and a failed one."""
     table = read_table(path, ["outcome", "reward"])
     outcomes, rewards = Counter(table["outcome"].to_pylist()), table["reward"].to_pylist()
     finite = [r if r is not None and math.isfinite(r) else None for r in rewards]

@@ -24,7 +24,7 @@ from openrlhf.api import (
     read_rows,
 )
 from openrlhf.tools.view.index import Index, parquet
-from openrlhf.tools.view.rollout_view import prompt_length
+from openrlhf.tools.view.rollouts import prompt_length
 
 Row = dict[str, Any]
 TokenTexts = Callable[[Path, Row], list[str]]
@@ -62,8 +62,6 @@ def read_row(index: Index, run: int, file: str, row: int) -> Row:
 
 
 def shown(row: Row) -> dict[str, Any]:
-    """Returns the facts of a row, the number of its prompt tokens, its token ids after the prompt, and
-    `tracks` of these."""
     facts = {name: row.get(name) for name in FACTS}
     # JavaScript's numbers cannot hold all 64-bit integers.
     facts["seed"] = None if facts["seed"] is None else str(facts["seed"])
@@ -103,7 +101,6 @@ def _difference(first: Sequence[float] | None, second: Sequence[float] | None) -
 
 
 def _turns(tokens: Sequence[int], starts: Iterable[int]) -> list[int]:
-    """Returns the turn of each token, counted from 1."""
     ordered = sorted(starts)
     return [bisect_right(ordered, token) for token in tokens]
 

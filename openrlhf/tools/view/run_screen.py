@@ -91,7 +91,6 @@ def _height(part: RenderableType, width: int) -> int:
 
 
 def header(run: FollowedRun, width: int) -> RenderableType:
-    """Returns the panel with the run's name, state, step, and times."""
     total, last = run.total_steps, run.last_step
     state = "finished" if run.state == "ended" and total and last >= total else run.state
     line = Text(no_wrap=True, overflow="ellipsis")
@@ -134,7 +133,6 @@ def _notes(run: FollowedRun) -> Iterator[Text]:
 
 
 def curves(run: FollowedRun, *, ascii_only: bool) -> RenderableType:
-    """Returns the panel with the last value, a sparkline and the range of the most important metrics."""
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True, max_width=28)
     table.add_column(justify="right", no_wrap=True)
@@ -186,8 +184,7 @@ class Sparkline:
 
 
 def timeline(run: FollowedRun) -> RenderableType | None:
-    """Returns the panel with a bar for each of the last steps, in which each phase has a letter and a colour.
-    None if no step has times."""
+    """Returns the panel with a bar for each of the last steps that have times; None if none has."""
     rows = [(step, sum_phases(m)) for step, m in run.steps.items() if "timing/step_total" in m]
     rows = rows[-TIMELINE_STEPS:]
     if not rows:
@@ -243,7 +240,6 @@ class PhaseBar:
 
 
 def queues(run: FollowedRun) -> RenderableType | None:
-    """Returns the panel with the requests of each engine: those that are answered, and those that wait."""
     if not run.queues:
         return None
     known = [queue for queue in run.queues if queue is not None]
@@ -256,8 +252,7 @@ def queues(run: FollowedRun) -> RenderableType | None:
 
 
 def engines(run: FollowedRun) -> RenderableType | None:
-    """Returns the panel about sampling in the last step: speed, queues, staleness, memory. None in supervised
-    learning."""
+    """Returns the panel about sampling in the last step; None in supervised learning."""
     metrics = next((m for m in reversed(run.steps.values()) if "rollout/num_samples" in m), None)
     if metrics is None:
         return None
@@ -276,7 +271,6 @@ def engines(run: FollowedRun) -> RenderableType | None:
 
 
 def health(run: FollowedRun) -> RenderableType | None:
-    """Returns the panel with the last warnings; None if there are none."""
     if not run.warnings:
         return None
     lines = []
@@ -320,7 +314,6 @@ def _tail(text: str, length: int) -> str:
 
 
 def _one_line(text: object) -> str:
-    """Returns a text without control characters and line breaks."""
     return " ".join(clean_text(str(text)).split())
 
 

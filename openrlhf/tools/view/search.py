@@ -91,8 +91,7 @@ class Search(BaseModel):
         return " AND ".join(text for text, _ in parts), [value for _, values in parts for value in values]
 
     def order(self) -> tuple[str, list[Any]]:
-        """Returns the content of an ORDER BY clause and its parameters. Ties are in the order of the
-        journal."""
+        """Returns the content of an ORDER BY clause and its parameters. Ties are in the journal's order."""
         key = _LOG if self.by_log and self.log else self.sort
         direction = "DESC" if self.descending else "ASC"
         values = [self.log] if key == _LOG else []
@@ -106,7 +105,7 @@ class Search(BaseModel):
 
 
 def find(index: Index, search: Search) -> dict[str, Any]:
-    """Returns {"total": number of matching rollouts, "rows": the rollouts of the page}."""
+    """Returns the number of matching rollouts, and those of the page."""
     where, values = search.condition()
     order, of_order = search.order()
     ids = index.rows(
@@ -127,7 +126,6 @@ def find(index: Index, search: Search) -> dict[str, Any]:
 
 
 def errors(index: Index, search: Search) -> list[dict[str, Any]]:
-    """Returns the errors of matching rollouts, the most frequent first."""
     where, values = search.condition()
     return index.rows(
         f"SELECT outcome, left(error, {ERROR_CHARACTERS}) AS error, count(*) AS count, min(step) AS first,"
@@ -138,7 +136,6 @@ def errors(index: Index, search: Search) -> list[dict[str, Any]]:
 
 
 def choices(index: Index) -> dict[str, list[str]]:
-    """Returns the values of the columns that a page offers as choices of a filter."""
     found = {
         name: [
             row["v"] for row in index.rows(f"SELECT DISTINCT {name} AS v FROM rollouts ORDER BY v LIMIT 100")
@@ -150,7 +147,7 @@ def choices(index: Index) -> dict[str, list[str]]:
 
 
 def log_names(index: Index) -> list[str]:
-    """Returns the names in `extra_logs` of the newest rollouts. A scan of all would take long."""
+    """Returns the names in `extra_logs` of the newest rollouts, because a scan of all would take long."""
     newest = "SELECT extra_logs FROM rollouts ORDER BY step DESC LIMIT 2000"
     logs = f"SELECT DISTINCT unnest(extra_logs).name AS v FROM ({newest})"
     return sorted(row["v"] for row in index.rows(logs))

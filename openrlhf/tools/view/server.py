@@ -1,4 +1,4 @@
-"""Serves the page of `openrlhf view` on loopback.
+"""Serves the page of runs on loopback (`openrlhf view`).
 
 Every address begins with a secret token, which the command prints. A request without it gets 403, and one for
 another host name 400, so that pages of other sites can read nothing. All answers are data, which the page
@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import webbrowser
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, wraps
@@ -21,12 +22,14 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, headlines, to_json
+from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, counted, headlines, to_json
+from openrlhf.tools.command_line.runs import find_runs
 from openrlhf.tools.view import rollout
 from openrlhf.tools.view.curves import SMOOTHING, drawn_curve, equal_metrics, sections
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.rollout import TokenTexts
+from openrlhf.tools.view.rollouts import token_texts
 from openrlhf.tools.view.search import Search, choices, errors, find, log_names
 
 HOST = "127.0.0.1"
@@ -65,7 +68,6 @@ class Viewer:
         self._token_texts = token_texts
 
     def state(self) -> dict[str, Any]:
-        """Returns the state of the runs, from which the page, by polling, sees whether there are new data."""
         return {
             "runs": [self._describe_state(i) for i in range(len(self.folders))],
             "error": self.index.error,
@@ -120,7 +122,6 @@ class Viewer:
         }
 
     def comparison(self) -> dict[str, Any]:
-        """Returns the flags in which the runs differ, and the warnings of each run."""
         runs = [RunIndex(folder) for folder in self.folders]
         flags = [run.flags for run in runs]
         keys = sorted({key for own in flags for key in own})
@@ -170,8 +171,6 @@ class Viewer:
 
 
 def build_app(viewer: Viewer, token: str) -> FastAPI:
-    """Builds the app. Every address begins with `/{token}/`."""
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         viewer.index.start()
@@ -243,8 +242,6 @@ def build_api(viewer: Viewer) -> APIRouter:
 
 
 def _answering(function: Callable[..., Any]) -> Callable[..., Response]:
-    """Returns a function with the same parameters, which are those of the address."""
-
     @wraps(function)
     def respond(**query: Any) -> Response:
         return answer(function(**query))
@@ -259,7 +256,6 @@ def answer(content: Any, status: int = 200) -> Response:
 
 @cache
 def plotly_js() -> Path:
-    """Returns the path of the JavaScript library for charts, which the package plotly contains."""
     spec = find_spec("plotly")  # an import takes long
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("plotly", name="plotly")
@@ -286,7 +282,6 @@ def bind(port: int) -> socket.socket:
 
 
 def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None]) -> None:
-    """Serves until Ctrl-C or SIGTERM. `on_start` receives the address of the page."""
     token = secrets.token_urlsafe(32)
     app = build_app(viewer, token)
     on_start(f"http://{HOST}:{bound.getsockname()[1]}/{token}/")
@@ -296,3 +291,15 @@ def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None])
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again when it has ended
         signal.signal(number, lambda number, frame: None)
     server.run(sockets=[bound])
+
+
+def run(paths: Sequence[Path], port: int, opens_browser: bool) -> None:
+    folders = find_runs(paths)
+    bound = bind(port)
+
+    def say(address: str) -> None:
+        print(f"{counted(len(folders), 'run')} at {address}\nEnd with Ctrl-C", flush=True)
+        if opens_browser:
+            webbrowser.open(address)
+
+    serve(Viewer(folders, token_texts), bound, say)

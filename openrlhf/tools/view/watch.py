@@ -31,7 +31,6 @@ def run(path: Path, once: bool, width: int | None) -> None:
 
 
 def show_once(run: FollowedRun, width: int | None) -> None:
-    """Prints one frame."""
     is_terminal = sys.stdout.isatty()
     console = Console(width=width or (None if is_terminal else 120))
     run.refresh()
@@ -39,7 +38,6 @@ def show_once(run: FollowedRun, width: int | None) -> None:
 
 
 def show_live(run: FollowedRun) -> None:
-    """Shows frames on the terminal until q or Ctrl-C."""
     console = Console()
     with keys() as pressed:
         run.refresh()

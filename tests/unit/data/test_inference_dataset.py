@@ -7,7 +7,7 @@ from openrlhf.data.preference import build_pairs
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.tools.serve.conversation import Conversation
+from openrlhf.tools.serve.interactive_chat import Conversation
 
 TOKENIZER = tiny_tokenizer()
 PLAIN = {"input_key": "input", "apply_chat_template": False, "input_template": None}

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from openrlhf.completions import SamplingParams
 from openrlhf.models.generation import Sampling, generate
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
-from openrlhf.tools.serve.streaming import PiecewiseText, TransformersStream
+from openrlhf.tools.serve.interactive_chat import PiecewiseText, TransformersStream
 
 TOKENIZER = tiny_tokenizer()
 MODEL = tiny_model(TOKENIZER).eval()

@@ -1,23 +1,90 @@
-"""Prints the result of a rehearsal, or returns it as plain data."""
+"""Rehearses a training run with shrunk models, and prints the result (`openrlhf rehearse`)."""
 
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.text import Text
 
-from openrlhf.api import readable
+from openrlhf.api import Command, notify, readable
 from openrlhf.tools.command_line.terminal import build_console, build_table
-from openrlhf.tools.plan.estimate import RunPlan, suggestion
+from openrlhf.tools.plan.estimate import Assumed, RunPlan
+from openrlhf.tools.plan.hardware import Cluster
 from openrlhf.tools.plan.rehearsal.settings import not_rehearsed
 from openrlhf.tools.plan.rehearsal.stages import FAILED, OK, Rehearsal
 from openrlhf.tools.plan.view import GIB, batch_lines, binding_lines
+
+
+def run(command: Command, config: Any, cluster: Cluster, options: argparse.Namespace) -> int:
+    """Rehearses the run in a temporary folder. Returns 0 if nothing failed, else 1."""
+    folder, assumed = Path(tempfile.mkdtemp(prefix="openrlhf-rehearsal-")), Assumed.of(options)
+    try:
+        return rehearse(command, config, cluster, assumed, folder, as_json=options.json)
+    finally:
+        if options.keep:
+            notify(f"logs and models: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def rehearse(
+    command: Command,
+    config: Any,
+    cluster: Cluster,
+    assumed: Assumed,
+    folder: Path,
+    *,
+    as_json: bool,
+) -> int:
+    started = time.monotonic()
+    rehearsal = Rehearsal(
+        command=command,
+        config=config,
+        cluster=cluster,
+        assumed=assumed,
+        folder=folder,
+        tell=Progress(started),
+    )
+    rehearsal.run()
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps(as_data(rehearsal, seconds), indent=2))
+    else:
+        show(rehearsal, seconds, sys.stdout)
+    return 1 if rehearsal.failed else 0
+
+
+EVERY = 15.0
+"""Minimum seconds between two progress lines of a stage."""
+
+
+class Progress:
+    """Prints the current stage and its remaining time on stderr."""
+
+    def __init__(self, started: float) -> None:
+        self.started, self.said = started, 0.0
+
+    def __call__(self, name: str, seconds: float, expected: float) -> None:
+        now = time.monotonic()
+        if seconds and now - self.said < EVERY:
+            return
+        self.said = now
+        left = f", about {max(expected - seconds, 1):.0f} s left" if seconds < expected else ""
+        of_stage = f" ({seconds:.0f} s{left})" if expected else ""
+        print(f"[{now - self.started:4.0f} s] {name}{of_stage}", file=sys.stderr, flush=True)
+
 
 STYLES = {OK: "green", FAILED: "bold red"}
 
 
 def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
-    """Prints the stages, the features that were not rehearsed, and the plan."""
     console = build_console(stream)
     say = lambda text, style="": console.print(Text(readable(text), style=style), soft_wrap=True)
     table = build_table("", "stage", "outcome", "seconds", "evidence", right=("seconds",))
@@ -41,7 +108,6 @@ def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
 
 
 def _figures(rehearsal: Rehearsal) -> Iterator[str]:
-    """Yields lines with the numbers of the run's plan, and of the rehearsal's beside them."""
     plan, small = rehearsal.plan, rehearsal.small_plan
     if plan is None:
         return
@@ -49,15 +115,11 @@ def _figures(rehearsal: Rehearsal) -> Iterator[str]:
     if small is not None:
         for (name, rehearsed), (_, whole) in zip(_list_changes(small), _list_changes(plan), strict=True):
             yield f"  {name:<28} {whole:>16}   rehearsed with {rehearsed}"
-    suggested = None
-    if not plan.fits:
-        suggested = suggestion(rehearsal.command, rehearsal.config, rehearsal.cluster, rehearsal.assumed)
-    for line in (*batch_lines(plan), *binding_lines(plan, rehearsal.config, suggested)):
+    for line in (*batch_lines(plan), *binding_lines(plan)):
         yield f"  {line}"
 
 
 def _list_changes(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yields (name, value) of the numbers that a rehearsal makes smaller."""
     first = next(iter(plan.sizes.values()))
     yield "parameters", f"{first.parameters:,}"
     yield "data-parallel ranks", f"{plan.batches.ranks:,}"
@@ -68,7 +130,6 @@ def _list_changes(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def as_data(rehearsal: Rehearsal, seconds: float) -> dict[str, Any]:
-    """Returns the rehearsal as JSON values."""
     small = rehearsal.small
     plans = {"plan": rehearsal.plan, "rehearsed": rehearsal.small_plan}
     return {

@@ -4,12 +4,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 
-from openrlhf.api import Metrics, RunIndex
+from openrlhf.api import CLASSIFIER_HEAD, Metrics, RunIndex
 from openrlhf.tools.command_line.jobs import logged_job
 from openrlhf.tools.command_line.run_files import MEASURED
+from openrlhf.tools.plan.rehearsal.shrinking import find_class
 
 ON_CORES = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -34,12 +39,10 @@ class Result:
 
     @property
     def metrics(self) -> dict[int, Metrics]:
-        """Metrics by step."""
         return RunIndex(self.folder / "run").metrics()
 
     @property
     def model(self) -> Path:
-        """Folder of the exported model."""
         return self.folder / "model"
 
 
@@ -83,8 +86,7 @@ def check_equal(
 
 
 def weight_difference(one: Path, other: Path) -> float:
-    """Returns the largest difference between the weights of two exported models. Raises ValueError if their
-    names or shapes differ."""
+    """Returns the largest difference of two exported models' weights. Raises ValueError for other shapes."""
     a, b = _weights(one), _weights(other)
     if a.keys() != b.keys() or any(a[name].shape != b[name].shape for name in a):
         raise ValueError(f"the weights in {one} and {other} have different names or shapes")
@@ -93,3 +95,31 @@ def weight_difference(one: Path, other: Path) -> float:
 
 def _weights(folder: Path) -> dict:
     return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
+    """Loads a model that a run exported (an adapter with PEFT, on the model `base`), computes its outputs and
+    returns a description. Raises ValueError if a weight is missing or the outputs are not finite. `head`:
+    name of the scalar head in the files of a reward model."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if (folder / "adapter_config.json").exists():
+        model, missing = PeftModel.from_pretrained(_load(base)[0], str(folder)), []
+    else:
+        model, missing = _load(folder)
+    if head != CLASSIFIER_HEAD:  # the file's head has another name than that of transformers' classifier
+        missing = [name for name in missing if not name.startswith(f"{CLASSIFIER_HEAD}.")]
+    if missing:
+        raise ValueError(f"the exported model lacks weights: {', '.join(missing[:5])}")
+    ids = torch.arange(min(16, len(tokenizer)))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    if not logits.isfinite().all():
+        raise ValueError("the outputs of the exported model are not finite")
+    kind = type(model).__name__
+    return f"{kind} and its tokenizer of {len(tokenizer):,} tokens load, and the outputs are finite"
+
+
+def _load(folder: Path) -> tuple[Any, list[str]]:
+    model_class = find_class(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    return model.eval(), sorted(info["missing_keys"])

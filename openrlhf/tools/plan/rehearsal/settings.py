@@ -1,6 +1,8 @@
 """Derives the flags of a rehearsal from those of the run: few ranks, short responses, separate folders."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,11 @@ from openrlhf.api import (
     PPOConfig,
     SupervisedConfig,
     flag_values,
+    is_gym,
+    load_rows,
     parse_speculation,
+    read_each,
+    split_spec,
     to_words,
     with_values,
 )
@@ -77,8 +83,7 @@ def on_mesh(config: Any, mesh: Mesh) -> Any:
 
 
 def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, saves: bool = True) -> Any:
-    """Returns the configuration with the folders of the run `name` inside `folder`. All runs share the folder
-    of checkpoints."""
+    """Returns the configuration with the folders of the run `name`. All runs share that of checkpoints."""
     return with_values(
         config,
         {
@@ -96,7 +101,6 @@ def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, s
 
 
 def _everywhere(config: Any) -> dict[str, Any]:
-    """Returns the changes of flags that are common to all commands."""
     ds = config.ds
     keeps_kernel = ds.attn_implementation in ("auto", "sdpa", "eager")
     return {
@@ -137,8 +141,7 @@ def _supervised(config: SupervisedConfig, mesh: Mesh, folder: Path) -> dict[str,
 
 
 def _micro(micro: int, batch: int) -> int:
-    """Returns a micro-batch size that works for one rank and for two: at most 2, and a divisor of half of the
-    batch."""
+    """Returns a micro-batch size for one rank and for two: at most 2, a divisor of half of the batch."""
     return 2 if micro > 1 and batch % 4 == 0 else 1
 
 
@@ -186,6 +189,59 @@ def _ppo(config: PPOConfig, mesh: Mesh) -> dict[str, Any]:
     }
 
 
+READ = 256
+"""Number of rows at the beginning of a dataset from which those of the rehearsal are chosen."""
+
+
+def rows_for(config: Any, folder: Path) -> dict[str, Any]:
+    """Writes short rows of the training data to `folder`. Returns the flags with which the rehearsal reads
+    them. `config`: the rehearsal's. Rows with images are not copied; the rehearsal reads the first ones of
+    the dataset."""
+    data = config.data
+    if not isinstance(config, PPOConfig):
+        count = STEPS * config.train.batch_size
+        chosen = {} if data.reads_images else _chosen(config, "dataset", count, folder)
+        return chosen | {"data.max_samples": count}
+    count = STEPS * config.rollout.batch_size
+    changes = {"data.max_samples": count}
+    if not config.reads_images:
+        changes |= _chosen(config, "prompt_dataset", count, folder)
+    if data.pretrain_dataset:
+        texts = STEPS * config.samples_per_step * config.train.max_epochs
+        changes |= _chosen(config, "pretrain_dataset", texts, folder)
+    return changes
+
+
+def _chosen(config: Any, name: str, count: int, folder: Path) -> dict[str, Any]:
+    data, stem = config.data, name.removesuffix("_dataset")
+    if any(map(is_gym, split_spec(getattr(data, name)))):  # its verifier only knows its own problems
+        return {}
+    rows = load_rows(
+        getattr(data, name),
+        flag=f"--data.{name}",
+        required_columns={},
+        probs=getattr(data, f"{stem}_probs"),
+        split=getattr(data, f"{stem}_split"),
+        max_samples=READ,
+        seed=config.train.seed,
+        bad_rows="skip",
+    )
+    usable = read_each(rows, dict, "skip", Counter())
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for _, row in usable]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(f"{lines[i]}\n" for i in short_ones(list(map(len, lines)), count)), "utf-8")
+    return {f"data.{name}": str(file), f"data.{stem}_probs": None}
+
+
+def short_ones(lengths: Sequence[int], count: int) -> list[int]:
+    """Returns the indices of `count` short rows, in order: the rows from the first quartile of the lengths
+    on, because the shortest rows are often empty or unusual."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    start = max(0, min(len(order) // 4, len(order) - count))
+    return sorted(order[start : start + count])
+
+
 # ---- features that are not rehearsed
 
 ALWAYS = (
@@ -222,7 +278,6 @@ REASONS: Mapping[str, str] = {
 
 
 def not_rehearsed(config: Any, small: Any) -> Iterator[str]:
-    """Yields the features of the run `config` that the rehearsal `small` does not try."""
     yield from ALWAYS
     before, after = flag_values(config), flag_values(small)
     for key, reason in REASONS.items():

@@ -108,7 +108,6 @@ def shrunk_config(config: Any) -> Any:
 
 
 def _value(values: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Returns the value of the first of these fields that is set; None if none is."""
     return next((values[name] for name in names if values.get(name) is not None), None)
 
 
@@ -122,7 +121,6 @@ def _set(values: dict[str, Any], names: Sequence[str], new: int) -> None:
 
 
 def _shrink_text(values: dict[str, Any]) -> None:
-    """Shrinks the fields of a language model."""
     _shrink_layers(values)
     _shrink_attention(values)
     for name, most in MOST.items():
@@ -194,7 +192,6 @@ def _shrink_attention(values: dict[str, Any]) -> None:
 
 
 def _shrink_rope(rope: Any, size: int, before: int) -> None:
-    """Shrinks the lists among RoPE's settings in proportion to the size of a head."""
     if not isinstance(rope, dict):
         return
     for key, value in rope.items():
@@ -243,8 +240,7 @@ def find_class(config: Any, *, scores: bool = False) -> Any:
 
 
 def _copy_readers(path: str, folder: Path) -> None:
-    """Copies the small files of a model except config.json: tokenizer, chat template, processor, generation
-    config."""
+    """Copies the small files of a model except config.json: tokenizer, chat template, processor."""
     place = Path(model_folder(path))
     if not place.is_dir():
         place = Path(snapshot_download(path, ignore_patterns=[*WEIGHTS]))

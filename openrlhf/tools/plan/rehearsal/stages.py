@@ -1,26 +1,39 @@
-"""Runs the stages of a rehearsal in order, and records the outcome and evidence of each."""
+"""Runs the stages of a rehearsal in order, and records the outcome and evidence of each. Meshes and batches
+of the full size are simulated, without processes."""
 
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from openrlhf.api import CLASSIFIER_HEAD, Command, Mesh, Metrics, PPOConfig, describe, flag_values, to_yaml
+from openrlhf.api import (
+    CLASSIFIER_HEAD,
+    Command,
+    Mesh,
+    Metrics,
+    PPOConfig,
+    describe,
+    flag_values,
+    lay_out,
+    to_yaml,
+    training_schedule,
+)
 from openrlhf.api import MISMATCH_PROBE as PROBE
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, plan_run
 from openrlhf.tools.plan.hardware import Cluster, cores
 from openrlhf.tools.plan.rehearsal import settings
-from openrlhf.tools.plan.rehearsal.export import reloaded
-from openrlhf.tools.plan.rehearsal.full_size import describe_mesh, simulate
-from openrlhf.tools.plan.rehearsal.rows import rows_for
 from openrlhf.tools.plan.rehearsal.runs import (
     Result,
     RunFailedError,
     check_equal,
+    reloaded,
     run_command,
     weight_difference,
 )
+from openrlhf.tools.plan.rehearsal.settings import rows_for
 from openrlhf.tools.plan.rehearsal.shrinking import shrunk_model
 
 OK, FAILED, LEFT_OUT = "ok", "failed", "not rehearsed"
@@ -83,7 +96,6 @@ class Rehearsal:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of each trained model in the rehearsed run."""
         ranks = self.config.actor.num_gpus if self.is_rl else self.cluster.devices
         return settings.choose_mesh(self.config, ranks)
 
@@ -203,7 +215,6 @@ class Rehearsal:
 
     @property
     def _head(self) -> str:
-        """Name of the scalar head of reward models."""
         return getattr(self.config.ds, "value_head_prefix", CLASSIFIER_HEAD)
 
     def _shrink(self) -> Iterator[tuple[str, str]]:
@@ -249,8 +260,7 @@ def _losses(metrics: dict[int, Metrics]) -> str:
 
 
 def _synchronised(metrics: dict[int, Metrics]) -> str:
-    """Describes the largest differences between engines and trainer. If they were too large, the run itself
-    would have failed."""
+    """Describes the largest differences of engines and trainer. Too large ones would have ended the run."""
     rows = [row for step, row in metrics.items() if step]
     parts = []
     for name in (PROBE, "mismatch/abs_diff_max"):
@@ -259,3 +269,52 @@ def _synchronised(metrics: dict[int, Metrics]) -> str:
     if not parts:
         raise LeftOutError("the run compared no log-probs of engines and trainer")
     return f"log-probs of engines and trainer after each sync: {', '.join(parts)}"
+
+
+def simulate(config: Any, plan: RunPlan) -> Iterator[str]:
+    """Yields descriptions of the meshes, and of the tokens that the ranks get in the first optimizer step, if
+    samples have random lengths from 1 to twice the plan's mean."""
+    mean, rng = plan.lengths.total, random.Random(0)
+    draw = lambda count: [rng.randint(1, 2 * mean) for _ in range(count)]
+    if isinstance(config, PPOConfig):
+        meshes = {role: place.mesh for role, place in config.placements.items()}
+        lengths = draw(config.samples_per_step)
+        dealt = _deal_rl(config, lengths)
+    else:
+        ds = config.ds
+        mesh = Mesh.within(plan.cluster.devices, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
+        meshes, lengths = {"model": mesh}, draw(config.train.batch_size)
+        dealt = _deal(config, lengths, mesh)
+    yield from (f"{role}: {describe_mesh(mesh)}" for role, mesh in meshes.items())
+    samples, tokens = sum(map(len, dealt)), [sum(lengths[i] for i in mine) for mine in dealt]
+    yield (
+        f"{samples} samples on {len(dealt)} data-parallel ranks: {min(tokens):,} to {max(tokens):,} tokens"
+    )
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Returns the number of ranks and the sizes above 1, such as `8 ranks (4 data x 2 tensor parallel)`."""
+    sizes = zip(mesh.shape, mesh.DIMENSIONS, strict=True)
+    split = " x ".join(f"{size} {name}" for size, name in sizes if size > 1)
+    return f"{mesh.size} rank{'s' * (mesh.size > 1)}" + (f" ({split} parallel)" if split else "")
+
+
+def _deal(config: Any, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    task: Any = SimpleNamespace(config=config, collate=list)
+    dataset: Any = SimpleNamespace(lengths=lengths)
+    place: Any = SimpleNamespace(data=mesh.data, sequence=mesh.sequence, data_rank=0)
+    steps = lay_out(task, dataset, batch_size=len(lengths), shuffle=False, mesh=place)
+    return [[i for row in rows for i in row] for rows in steps.shard(range(len(lengths)))]
+
+
+def _deal_rl(config: PPOConfig, lengths: Sequence[int]) -> list[list[int]]:
+    groups = [i // config.rollout.n_samples_per_prompt for i in range(len(lengths))]
+    return training_schedule(
+        lengths,
+        range(len(lengths)),
+        num_batches=max(1, config.updates_per_step // config.train.max_epochs),
+        epochs=1,
+        num_ranks=config.data_parallel_size,
+        seed=(config.train.seed,),
+        groups=groups if config.train.shuffle == "group" else None,
+    )[0]

@@ -20,11 +20,10 @@ from run_folders import sample, write_journal, write_run
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.lock import locked
 from openrlhf.tools.command_line import installation
-from openrlhf.tools.doctor import doctor, flags, stacks
-from openrlhf.tools.doctor.diagnose import diagnose
-from openrlhf.tools.doctor.finding import Finding
-from openrlhf.tools.doctor.record import RunRecord
-from openrlhf.tools.doctor.stacks import Frame, Stack, doing, read_stacks, waiting
+from openrlhf.tools.doctor import flags, stalls
+from openrlhf.tools.doctor.diagnose import diagnose, examine_installation, examine_run
+from openrlhf.tools.doctor.record import Finding, RunRecord
+from openrlhf.tools.doctor.stalls import Frame, Stack, doing, read_stacks, waiting
 from openrlhf.tools.replay import flags as flags_of_replay
 from openrlhf.tools.view import flags as flags_of_view
 
@@ -85,7 +84,7 @@ def test_a_healthy_run_has_no_findings_and_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run", HEALTHY)
-    assert doctor.examine_run(run, as_data=False) == 0
+    assert examine_run(run, as_data=False) == 0
     out = capsys.readouterr().out
     assert " ".join(out.split()).startswith(f"{run}: 40 rows of metrics, last step 40; not running ")
     assert "healthy" in out
@@ -194,7 +193,7 @@ def test_a_policy_that_becomes_sure_while_it_succeeds_is_healthy(tmp_path: Path,
     )
     rows = [{"step": 38, "text": text} for text in warnings]
     (run / "health.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert doctor.examine_run(run, as_data=False) == 0
+    assert examine_run(run, as_data=False) == 0
 
 
 @pytest.mark.parametrize("score", [0.92, 0.3], ids=["kept", "lost"])
@@ -274,12 +273,12 @@ def test_three_steps_and_a_slow_machine_are_healthy(tmp_path: Path) -> None:
 def test_a_run_that_only_takes_long_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps take 59.9 s more than the median of 8.1 s, in a run of 444 s."""
     run = write_run(tmp_path / "run", HEALTHY | DEFECTS["slow-steps"])
-    assert doctor.examine_run(run, as_data=False) == 0
+    assert examine_run(run, as_data=False) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.index("healthy: no problem was found, but it could be faster") < out.index("1. 2 of 40 steps")
     assert "together 120 s (27% of the run) more" in out and "save accounts for 120 s of that" in out
     assert "steps 21, 31" in out and "--ckpt.async_save" in out
-    assert doctor.examine_run(run, as_data=True) == 0
+    assert examine_run(run, as_data=True) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["healthy"] and [finding["cause"] for finding in data["findings"]] == ["slow-steps"]
 
@@ -425,16 +424,16 @@ def test_the_installation_is_listed_with_what_mends_it(
 ) -> None:
     monkeypatch.setattr(installation, "mismatches", lambda: iter(()))
     monkeypatch.setattr(installation, "LEAST_SHARED", 0)
-    assert doctor.examine_installation(as_data=False) == 0
+    assert examine_installation(as_data=False) == 0
     assert "nothing is wrong" in capsys.readouterr().out
     old = UsageError(ErrorCode.MISSING_PACKAGE, "version 1 is installed\npip install 'ray==2'", value="ray")
     monkeypatch.setattr(installation, "mismatches", lambda: iter([old]))
     monkeypatch.setattr(installation, "LEAST_SHARED", 2**60)
-    assert doctor.examine_installation(as_data=False) == 1
+    assert examine_installation(as_data=False) == 1
     out = capsys.readouterr().out
     assert "pip install 'ray==2'" in out
     assert "--shm-size" in out
-    assert doctor.examine_installation(as_data=True) == 1
+    assert examine_installation(as_data=True) == 1
     facts = json.loads(capsys.readouterr().out)["facts"]
     assert [fact["name"] for fact in facts if fact["problem"]] == ["ray", "/dev/shm"]
     assert [fact["name"] for fact in facts] == [
@@ -461,21 +460,21 @@ def test_a_process_whose_stack_cannot_be_read_is_shown_with_the_reason(
     def fail(command: list[str], **options: object) -> None:
         raise subprocess.CalledProcessError(1, command, stderr="Error: no access\nPermission denied\n")
 
-    monkeypatch.setattr(stacks.shutil, "which", lambda name, path=None: "py-spy")
-    monkeypatch.setattr(stacks.subprocess, "run", fail)
-    stack = stacks._dump(psutil.Process(), is_driver=True)
+    monkeypatch.setattr(stalls.shutil, "which", lambda name, path=None: "py-spy")
+    monkeypatch.setattr(stalls.subprocess, "run", fail)
+    stack = stalls._dump(psutil.Process(), is_driver=True)
     assert stack == Stack(f"the driver (process {os.getpid()}): Permission denied", ())
-    monkeypatch.setattr(stacks.psutil, "pid_exists", lambda pid: False)
-    assert stacks._dump(psutil.Process(), is_driver=True) is None
+    monkeypatch.setattr(stalls.psutil, "pid_exists", lambda pid: False)
+    assert stalls._dump(psutil.Process(), is_driver=True) is None
 
 
 def test_a_process_whose_stack_cannot_be_read_in_time_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(command: list[str], **options: object) -> None:
         raise subprocess.TimeoutExpired(command, 1)
 
-    monkeypatch.setattr(stacks.shutil, "which", lambda name, path=None: "py-spy")
-    monkeypatch.setattr(stacks.subprocess, "run", hang)
-    stack = stacks._dump(psutil.Process(), is_driver=True)
+    monkeypatch.setattr(stalls.shutil, "which", lambda name, path=None: "py-spy")
+    monkeypatch.setattr(stalls.subprocess, "run", hang)
+    stack = stalls._dump(psutil.Process(), is_driver=True)
     assert stack == Stack(f"the driver (process {os.getpid()})", ())
 
 

@@ -23,7 +23,7 @@ from openrlhf.models.attention import PACKED
 from openrlhf.models.sizes import model_size
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan import flags
-from openrlhf.tools.plan.estimate import Assumed, RunPlan, _remedies, plan_run, spelled, suggestion
+from openrlhf.tools.plan.estimate import Assumed, RunPlan, _remedies, plan_run, spelled
 from openrlhf.tools.plan.hardware import REPORTED, Cluster, cores, parse_cluster, with_measured
 from openrlhf.tools.plan.time import forward_flops, largest_batch, training_flops
 from openrlhf.tools.plan.view import batch_lines, duration, show
@@ -340,7 +340,7 @@ def test_a_suggestion_fits(folders: dict[str, str], model: str, cluster: str, mo
     words = ppo_flags(folders[model], **more)
     config, plan = planned(words, described)
     assert not plan.fits
-    found = suggestion(PPO, config, described, Assumed())
+    found = plan.suggestion
     assert found is not None, f"nothing fits {model} on {cluster}"
     again, fitting = planned([*words, *spelled(found[0]).split()], described)
     assert fitting.fits and fitting.tightest.share <= fitting.tightest.limit
@@ -367,8 +367,8 @@ def test_the_cheapest_changes_come_first(folders: dict[str, str]) -> None:
 
 def test_nothing_fits_a_70b_on_one_small_gpu(folders: dict[str, str]) -> None:
     cluster = parse_cluster("1xA10G")
-    config, plan = planned(ppo_flags(folders["70b"], **{"train.batch_size": 128}), cluster)
-    assert not plan.fits and suggestion(PPO, config, cluster, Assumed()) is None
+    _, plan = planned(ppo_flags(folders["70b"], **{"train.batch_size": 128}), cluster)
+    assert not plan.fits and plan.suggestion is None
 
 
 def test_flags_change_the_memory_in_the_right_direction(folders: dict[str, str]) -> None:
@@ -393,7 +393,7 @@ def test_supervised_commands(folders: dict[str, str]) -> None:
     _, sft = planned([*words, "--data.max_len", "512", "--data.output_key", "a"], cluster, SFT)
     _, dpo = planned(words, cluster, DPO)
     assert dpo.sizes.keys() == {"model", "ref"} and dpo.batches.samples == 128
-    weights = {plan.command: plan.memory[0].parts["weights"] for plan in (sft, dpo)}
+    weights = {plan.command.name: plan.memory[0].parts["weights"] for plan in (sft, dpo)}
     assert weights == {"sft": 2 * B8, "dpo": 4 * B8}
     assert SFTConfig().train.micro_batch_size == 8 and sft.batches.row_tokens == 8 * 512
 
@@ -428,9 +428,9 @@ def test_lengths_are_assumed_only_if_they_are_unknown(folders: dict[str, str]) -
 def test_a_tiny_model_on_cores(folders: dict[str, str]) -> None:
     """24,736 parameters: 2 V H, 2 (4 H^2 + 3 H I + 2 H) and H."""
     words = f"{FLAG} {folders['tiny']} --data.dataset org/rows --data.output_key a".split()
-    config, plan = planned(words, cores(1), SFT)
+    _, plan = planned(words, cores(1), SFT)
     shown = StringIO()
-    show(plan, config, None, shown)
+    show(plan, shown)
     text = shown.getvalue()
     assert "0.025 M" in text
     assert "more GPUs" not in text

@@ -26,20 +26,18 @@ from openrlhf.tools.plan.flags import invocation, run_on
 from openrlhf.tools.plan.flags import rehearse as rehearse_command
 from openrlhf.tools.plan.hardware import cores, parse_cluster
 from openrlhf.tools.plan.rehearsal import settings, stages
-from openrlhf.tools.plan.rehearsal.export import reloaded
-from openrlhf.tools.plan.rehearsal.full_size import simulate
-from openrlhf.tools.plan.rehearsal.report import as_data, show
-from openrlhf.tools.plan.rehearsal.rows import rows_for, short_ones
+from openrlhf.tools.plan.rehearsal.report import Progress, as_data, show
 from openrlhf.tools.plan.rehearsal.runs import (
     Result,
     RunFailedError,
     check_equal,
+    reloaded,
     run_command,
     weight_difference,
 )
+from openrlhf.tools.plan.rehearsal.settings import rows_for, short_ones
 from openrlhf.tools.plan.rehearsal.shrinking import shrunk_model
-from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal
-from openrlhf.tools.plan.rehearse import Progress
+from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal, simulate
 
 NODES = parse_cluster("8x8xH100")
 RL = {

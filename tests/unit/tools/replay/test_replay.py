@@ -18,8 +18,8 @@ from openrlhf.errors import ErrorCode
 from openrlhf.observability.hooks.base import Step
 from openrlhf.tools.replay import rerun
 from openrlhf.tools.replay.flags import replay as replay_command
-from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.replay import run as replay
+from openrlhf.tools.replay.replayed import JournalCollector
 from openrlhf.tools.replay.rerun import Rerun, build_environment, compare, configured
 from openrlhf.tools.replay.tensors import compare_checkpoints, have_same_hashes
 from openrlhf.training.collect import StalenessLimit

@@ -28,8 +28,7 @@ from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.observability.hooks.base import Step
-from openrlhf.tools.reference.learning_rate import plain_learning_rate
-from openrlhf.tools.reference.losses import plain_dpo, plain_kto, plain_rm
+from openrlhf.tools.reference.objectives import plain_dpo, plain_kto, plain_learning_rate, plain_rm
 from openrlhf.tools.selftest.invariants import (
     check_epoch_seeds,
     check_epochs,

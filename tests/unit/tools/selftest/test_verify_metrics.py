@@ -19,8 +19,12 @@ from openrlhf.tools.reference.metrics import (
     plain_log_prob_metrics,
     plain_rollout_metrics,
 )
-from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics, synthetic_evaluation
-from openrlhf.tools.selftest.verify_rl import synthetic_samples
+from openrlhf.tools.selftest.verify_rl import (
+    check_evaluation,
+    check_metrics,
+    synthetic_evaluation,
+    synthetic_samples,
+)
 from openrlhf.training import advantages, evaluate
 from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.evaluate import evaluation_metrics

@@ -1,6 +1,6 @@
 import pytest
 
-from openrlhf.tools.serve.post_process import best_and_worst, keep_best, write_rewards
+from openrlhf.tools.serve.result_file import best_and_worst, keep_best, write_rewards
 
 
 def row(prompt, output: str, reward: float) -> dict:

@@ -27,9 +27,8 @@ from openrlhf.models import backbone, policy, scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import jobs
 from openrlhf.tools.verify import compare, continuing, engine, ranks, trainer
-from openrlhf.tools.verify.compare import Gradient, Scale
+from openrlhf.tools.verify.compare import Gradient, Rounding, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
-from openrlhf.tools.verify.rounding import Rounding
 from openrlhf.tools.verify.subjects import Size, Subject, shortest
 from openrlhf.tools.verify.verify import _with_layers, build_subject
 from openrlhf.training.objectives import kto, sft

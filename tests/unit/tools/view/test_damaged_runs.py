@@ -17,10 +17,10 @@ from openrlhf.observability.journal import journal_steps, read_journal
 from openrlhf.observability.lock import LOCK
 from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.demo import demo
-from openrlhf.tools.doctor import doctor
-from openrlhf.tools.doctor.mismatch_rows import compute_signs
+from openrlhf.tools.doctor.diagnose import examine_run
+from openrlhf.tools.doctor.mismatch import compute_signs
 from openrlhf.tools.replay.recorded import RecordedRun
-from openrlhf.tools.view import rollouts, view, watch
+from openrlhf.tools.view import rollouts, server, watch
 from openrlhf.tools.view.flags import rollouts_parser
 from openrlhf.tools.view.followed_run import FollowedRun
 from openrlhf.tools.view.index import Index
@@ -36,7 +36,7 @@ def _replay(folder: Path) -> None:
 
 
 def _view(folder: Path) -> None:
-    (run,) = view.find_runs([folder])
+    (run,) = server.find_runs([folder])
     index = Index([run], cache=folder.parent / "cache")
     while index.update():
         pass
@@ -46,7 +46,7 @@ def _view(folder: Path) -> None:
 
 COMMANDS: Mapping[str, Callable[[Path], object]] = {
     "rollouts": lambda folder: rollouts.run(rollouts_parser().parse_args([str(folder)])),
-    "doctor": lambda folder: doctor.examine_run(folder, as_data=True),
+    "doctor": lambda folder: examine_run(folder, as_data=True),
     "replay": _replay,
     "report": write_report,
     "watch": lambda folder: watch.show_once(FollowedRun(find_run(folder)), 100),

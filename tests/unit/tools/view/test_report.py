@@ -16,7 +16,7 @@ from openrlhf.observability.journal import Journal
 from openrlhf.observability.run_folder import RunFolder, to_json
 from openrlhf.observability.selection import thinned
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
-from openrlhf.tools.record.samples import few_samples, print_samples
+from openrlhf.tools.record.rollouts import few_samples, print_samples
 from openrlhf.tools.view import report
 from openrlhf.tools.view.curves import is_noisy, running_mean
 from openrlhf.tools.view.report import CURVE_POINTS, _ticks, write_report

@@ -21,7 +21,7 @@ from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.text import decode, decode_each
 from openrlhf.tools.view import rollouts
 from openrlhf.tools.view.flags import rollouts as rollouts_command
-from openrlhf.tools.view.rollout_view import BAD, GOOD, NOT_CHOSEN, choose_style, coloured, legend
+from openrlhf.tools.view.rollouts import BAD, GOOD, NOT_CHOSEN, choose_style, coloured, legend
 from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
 
 BYTES, LLAMA = tiny_tokenizer(), llama_2_style()

@@ -24,7 +24,8 @@ from openrlhf.observability.frames import metrics_to_pandas, rollouts_to_pandas
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.selection import thinned
-from openrlhf.tools.view import flags, index, rollout, view
+from openrlhf.tools.command_line.runs import find_runs
+from openrlhf.tools.view import flags, index, rollout
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.search import Search, choices, errors, find
 from openrlhf.tools.view.server import MOST_POINTS, STATIC, Viewer, bind, build_app, name_runs
@@ -407,14 +408,14 @@ def test_runs_are_compared(tmp_path, viewer_of):
 
 def test_the_command_names_what_is_wrong(tmp_path, monkeypatch):
     run = written(tmp_path, "runs/one")
-    assert view.find_runs([run, tmp_path / "runs"]) == [run]
+    assert find_runs([run, tmp_path / "runs"]) == [run]
     other = written(tmp_path, "ckpt/deep/runs/two")
     written(tmp_path, "runs/previous/001")  # what a run of the same name has set aside
-    assert view.find_runs([tmp_path]) == [other, run]
-    assert view.find_runs([tmp_path / "runs/previous"]) == [tmp_path / "runs/previous/001"]
+    assert find_runs([tmp_path]) == [other, run]
+    assert find_runs([tmp_path / "runs/previous"]) == [tmp_path / "runs/previous/001"]
     (tmp_path / "empty").mkdir()
     with refused("not-found", value=tmp_path / "empty"):
-        view.find_runs([tmp_path / "empty"])
+        find_runs([tmp_path / "empty"])
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("cluster", flag="--port"):
         bind(taken.getsockname()[1])
     monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "duckdb" else 1)
