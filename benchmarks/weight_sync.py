@@ -159,10 +159,11 @@ def report(options: argparse.Namespace, size: int, dtype: str, num_engines: int,
 
 
 def connected(trainer: Trainer, engines: list[Any], bucket_mb: int | None) -> WeightSender:
+    source: Any = trainer  # has what a sync calls of a TrainedRank
     meeting: dict[str, Any] = {"address": ray.util.get_node_ip_address(), "port": free_port(), "rank": 0}
     bucket_bytes = bucket_mb and bucket_mb << 20
     return WeightSender(
-        trainer, RayEngineClient(engines, 1), backend="gloo", bucket_bytes=bucket_bytes, **meeting
+        source, RayEngineClient(engines, 1), backend="gloo", bucket_bytes=bucket_bytes, **meeting
     )
 
 

@@ -32,12 +32,13 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.agents.wire import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
     from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.mismatch import MismatchWatch, PROBE as MISMATCH_PROBE, check_mismatch
-    from openrlhf.backends.base import Objective, RowT, TrainEngine
+    from openrlhf.backends.base import Objective, RowT
     from openrlhf.backends.distributed import (
         ProcessMesh, current_device, free_port, init_distributed, leave_distributed, release_cached_memory,
         seed_everything,
     )
     from openrlhf.backends.jobs import run_job
+    from openrlhf.backends.model_rank import TrainedRank
     from openrlhf.backends.rollout import AnswerStream, EngineOptions, RolloutEngine, engine_class
     from openrlhf.backends.vllm.stream import VLLMStream
     from openrlhf.backends.vllm.support import check_vllm_runs

@@ -5,15 +5,13 @@ overlaps. Models that share devices run one after the other, and are offloaded a
 (cluster/engine_memory.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.memory.training import RankMemory
 from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
@@ -52,156 +50,27 @@ Part = Literal["merged", "base", "adapter"]
 `adapter`: only the adapters."""
 
 
-class RowModule(Protocol):
-    """A module around a Hugging Face model whose forward pass reads packed rows (models/backbone.py)."""
-
-    model: Any
-
-    def __call__(self, row: Any, *args: Any, **options: Any) -> Any: ...
-
-
-class FrozenModel(Protocol):
-    """One rank of a model that is not trained: a reference, a teacher or a reward model. Calls are
-    collective."""
+class Trainable(Protocol):
+    """One rank of a model in training, as the supervised loop uses it. `TrainedRank` of model_rank.py
+    documents these methods, which are collective except `steps` and `has_written`."""
 
     @property
-    def module(self) -> RowModule: ...
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """True if the model computes common prefixes of a row's sequences once."""
-        ...
-
-    def __call__(self, row: Row) -> Any:
-        """Returns the model's output for one row; its form depends on the kind of model (see models/)."""
-        ...
-
-    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
-        ...
-
-    def whole(self, parameter: Tensor) -> Tensor:
-        """Returns a parameter without sharding. The result stays valid."""
-        ...
-
-
-class TrainEngine(Protocol):
-    """One rank of a model in training. All methods except `steps`, `row_memory` and `has_written` are
-    collective."""
-
-    merged_fraction: float | None
-    """Fraction of the adapters' change that rounding left in `weights`; None if they changed nothing."""
-    before_step: Callable[[], None] | None
-    """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
-    such as one that reads `gradients`. None in training."""
-
-    @property
-    def module(self) -> RowModule: ...
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """True if the model computes common prefixes of a row's sequences once."""
-        ...
-
-    @property
-    def trains_on_prefixes(self) -> bool:
-        """True if training passes compute common prefixes of a row's sequences once: they have no noise."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps done, including those before a resume."""
-        ...
+    def steps(self) -> int: ...
 
     def train_step(
         self, mini_batch: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
-    ) -> Metrics:
-        """Runs forward and backward over this rank's rows of one batch, then one optimizer step.
+    ) -> Metrics: ...
 
-        `also`: further (rows, objective) pairs of the same step. Their losses are added; each is normalized
-        by the totals of its own rows.
-        """
-        ...
+    def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics: ...
 
-    def forward_backward(self, *streams: tuple[Sequence, Objective]) -> Metrics:
-        """Adds the gradients of the streams' losses, each a pair (rows, objective), to those since the last
-        optimizer step. Returns the objectives' metrics. Raises UsageError where the backend can add up only
-        the gradients of one call."""
-        ...
-
-    def optim_step(self) -> Metrics:
-        """Takes one optimizer step with the gradients since the last one; `lr` and `grad_norm` of it."""
-        ...
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Returns a copy of the unsharded gradient of each trained weight, by its name in the model. Call it
-        from `before_step`."""
-        ...
-
-    def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
-        """Returns the objective's metrics over all rows of all ranks. Computes no gradients."""
-        ...
-
-    def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
-        ...
-
-    def row_memory(self, num_tokens: int, with_entropy: bool = False) -> RankMemory:
-        """Estimates this rank's peak memory in an optimizer step whose longest row has `num_tokens` tokens.
-        `with_entropy`: the loss has an entropy bonus."""
-        ...
-
-    def weights(self, bucket_bytes: int = ..., part: Part = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yields (checkpoint name, unsharded tensor) of the model. Gathers about `bucket_bytes` at a time."""
-        ...
-
-    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Returns (name, dtype, unsharded shape) of each tensor that `weights` yields."""
-        ...
-
-    def close(self) -> None:
-        """Gives up what would keep the model in memory when nothing else refers to it. The engine takes no
-        steps afterwards."""
-        ...
-
-    def random_adapter(self, seed: int) -> AbstractContextManager[None]:
-        """Replaces the adapters by random ones within the context, and restores them afterwards."""
-        ...
-
-    def check_finite(self, *, states: bool = True) -> None:
-        """Raises RunError on every rank where the weights of one are not finite; with `states` also where
-        anything else is not that a checkpoint holds."""
-        ...
-
-    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
-        """Writes a checkpoint of the model and of `state`. With `later` it is copied to host memory, and
-        written in the background until `finish_checkpoint`."""
-        ...
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None: ...
 
     @property
-    def has_written(self) -> bool:
-        """True if `finish_checkpoint` would not wait for this rank. Not collective."""
-        ...
+    def has_written(self) -> bool: ...
 
-    def finish_checkpoint(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one. Raises RunError on all ranks if
-        one failed to write."""
-        ...
+    def finish_checkpoint(self) -> None: ...
 
-    def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restores weights, optimizer and learning rate schedule. Returns the `state` that was saved with
-        them."""
-        ...
-
-    def export(self, folder: str) -> None:
-        """Writes the model in Hugging Face format; of a model with an adapter, only the adapter."""
-        ...
-
-    def offload(self) -> None:
-        """Moves everything that only optimizer steps need to the CPU, until `reload`."""
-        ...
-
-    def reload(self) -> None: ...
+    def load_checkpoint(self, folder: str, tag: str) -> dict: ...
 
 
 class Pending(Protocol[ResultT]):

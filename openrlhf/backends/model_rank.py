@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from openrlhf.backends.base import Objective, Part, RowT
+from openrlhf.backends.base import Objective, Part, Row, RowT
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.finite import NotFiniteError, check_finite
+from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.checkpoint.random_state import load_random_state, save_random_state
 from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.config.choices import BackendName
-from openrlhf.config.sections import DeepSpeedConfig
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE, own_bytes
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.faults import fault
@@ -40,6 +41,7 @@ from openrlhf.models.lora import (
     save_adapter,
 )
 from openrlhf.models.saving import save_model
+from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.sizes import num_bytes, shape_of
 from openrlhf.models.tensor_parallel import joined, whole, whole_shape
@@ -90,6 +92,21 @@ class ModelRank(ABC):
             answers[0].view(-1)[0] = math.nan
         return [answer.cpu() for answer in answers][: len(rows)]  # cpu() waits for the device
 
+    def set_up_rows(
+        self, ask: Callable[[], Any], module: RowModel, ds: DeepSpeedConfig, *, zero_stage: int | None
+    ) -> None:
+        """Determines how the model reads rows. `ask`: calls `module` through its engine. `zero_stage`: 3 if
+        ranks gather sharded weights in every pass; None: a whole model."""
+        layout = get_row_layout(module.model)
+        if self.mesh.sequence_group is not None:
+            layout.sharing = SequenceParallel(
+                group=self.mesh.sequence_group,
+                mode=ds.sequence_parallel_mode,
+                heads_at_a_time=ds.ring_attn_head_stride,
+            )
+        layout.gathers, layout.share_prefixes = zero_stage == 3, ds.share_prefixes
+        resolve_row_layout(ask, module, zero_stage=zero_stage, tensor=self.mesh.tensor)
+
     def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
         """Returns this rank's rows on its device, and the totals by which losses are divided, in which each
         sample counts once. Adds dummy rows so that all ranks have the same number of rows, because forward
@@ -116,14 +133,43 @@ class ModelRank(ABC):
         return [row.to(self.device) for row in [*rows, *padding]], norm
 
 
+class FrozenRank(ModelRank):
+    """One rank of a model that is not trained: a reference, a teacher or a reward model. Calls are
+    collective."""
+
+    def __init__(
+        self,
+        build_model: Callable[[], RowModel],
+        *,
+        ds: DeepSpeedConfig,
+        offload: bool,
+        mesh: ProcessMesh | None = None,
+    ) -> None:
+        """`build_model`: see `TrainedRank`. `offload`: keep the weights in CPU memory. `mesh`: see
+        `ModelRank`."""
+        super().__init__(mesh)
+        self._build(build_model, ds, offload)
+
+    @abstractmethod
+    def _build(self, build_model: Callable[[], RowModel], ds: DeepSpeedConfig, offload: bool) -> None:
+        """Builds the model and places it on the ranks."""
+
+    @torch.no_grad()
+    def __call__(self, row: Row) -> Any:
+        """Returns the model's output for one row; its form depends on the kind of model (see models/)."""
+        return self.caller(row)
+
+    @abstractmethod
+    def whole(self, parameter: Tensor) -> Tensor:
+        """Returns a parameter without sharding. The result stays valid."""
+
+
 class TrainedRank(ModelRank):
     """One rank of a model in training. A subclass defines how gradients are computed and applied, and how
-    sharded weights are gathered."""
+    sharded weights are gathered. All methods except `steps`, `row_memory` and `has_written` are
+    collective."""
 
-    ds: DeepSpeedConfig
     backend: ClassVar[BackendName]
-    plain_training: bool
-    """True if training passes need not disable dropout: the model has none, or is trained with it."""
     scales_loss = False
     """True with dynamic loss scaling (fp16), which skips a step whose gradient overflows."""
     skips_nonfinite = False
@@ -140,11 +186,57 @@ class TrainedRank(ModelRank):
     """Function that `optim_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
     merged_fraction: float | None = None
+    """Fraction of the adapters' change that rounding left in `weights`; None if they changed nothing."""
     _writer: CheckpointWriter | None = None
     """The writer of a checkpoint that is not finished."""
 
+    def __init__(
+        self,
+        build_model: Callable[[], RowModel],
+        *,
+        optim: OptimConfig,
+        ds: DeepSpeedConfig,
+        total_steps: int,
+        gradient_checkpointing: bool = False,
+        reentrant: bool = False,
+        dropout: bool = False,
+        ema_beta: float | None = None,
+        skip_nonfinite: bool = False,
+        learns: bool = True,
+        mesh: ProcessMesh | None = None,
+    ) -> None:
+        """Builds the model and the optimizer. Call `init_distributed` first.
+
+        `build_model`: builds the module, whose `.model` is a Hugging Face model. It is called after sharding
+        is set up, so that ranks need not load the whole model. `total_steps`: optimizer steps of the whole
+        run, for the learning rate schedule. `dropout`: train with the dropout of the model's configuration;
+        without it a training pass computes the same as `forward` and `evaluate`, except for the dropout of
+        adapters. `ema_beta`: decay of a moving average of the trained weights, None for no average; `export`
+        writes the average and checkpoints keep it, nothing else uses it. `skip_nonfinite`: go on after a step
+        whose loss or gradient is not finite. `learns`: False builds no optimizer states and loads the weights
+        of checkpoints alone, for a model whose weights are only read. `mesh`: see `ModelRank`.
+        """
+        super().__init__(mesh)
+        self.optim, self.ds, self.learns = optim, ds, learns
+        self.schedule = lr_schedule(optim, total_steps)
+        self.checkpoints_layers, self.reentrant, self.dropout = gradient_checkpointing, reentrant, dropout
+        self.skips_nonfinite = skip_nonfinite
+        self._build(build_model, ema_beta)
+
+    @abstractmethod
+    def _build(self, build_model: Callable[[], RowModel], ema_beta: float | None) -> None:
+        """Builds the model, places it on the ranks, and builds the optimizer."""
+
     def close(self) -> None:
-        """See `TrainEngine.close`."""
+        """Gives up what would keep the model in memory when nothing else refers to it. The engine takes no
+        steps afterwards."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Moves everything that only optimizer steps need to the CPU, until `reload`."""
+
+    @abstractmethod
+    def reload(self) -> None: ...
 
     @property
     def is_offloaded(self) -> bool:
@@ -157,6 +249,8 @@ class TrainedRank(ModelRank):
         return self._writer is None or self._writer.is_done
 
     def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
+        """Writes a checkpoint of the model and of `state`. With `later` it is copied to host memory, and
+        written in the background until `finish_checkpoint`."""
         self._check_present()
         self.check_finite()
         place = Path(folder, tag)
@@ -195,18 +289,16 @@ class TrainedRank(ModelRank):
             writer.finish()
             dist.barrier()
 
-    def _prepare_layers(
-        self, module: RowModel, *, checkpointing: bool, reentrant: bool, dropout: bool
-    ) -> None:
+    def _prepare_layers(self, module: RowModel) -> None:
         """Sets up dropout and gradient checkpointing of a model that is not sharded yet."""
-        self.checkpoints_layers = checkpointing
         # Models without noise stay in training mode, because some architectures drop gradients in evaluation
         # mode.
-        self.plain_training = dropout or not has_noise(module.model.config)
-        if checkpointing:
+        self.plain_training = self.dropout or not has_noise(module.model.config)
+        """True if training passes need not disable dropout: the model has none, or is trained with it."""
+        if self.checkpoints_layers:
             on_host = self.ds.activation_offload
             enable_checkpointing(
-                module.model, reentrant=reentrant, dropout=self.plain_training, on_host=on_host
+                module.model, reentrant=self.reentrant, dropout=self.plain_training, on_host=on_host
             )
 
     @property
@@ -388,7 +480,8 @@ class TrainedRank(ModelRank):
         return self._sum_over_ranks(contributions)
 
     def row_memory(self, num_tokens: int, with_entropy: bool = False) -> RankMemory:
-        """Estimates this rank's peak memory in an optimizer step, see `TrainEngine`."""
+        """Estimates this rank's peak memory in an optimizer step whose longest row has `num_tokens` tokens.
+        `with_entropy`: the loss has an entropy bonus."""
         return training_memory(
             shape_of(self.module.model).shard(self.mesh.tensor),
             self.ds,
@@ -501,16 +594,6 @@ class TrainedRank(ModelRank):
         )
         dist.all_reduce(values, group=self.mesh.data_group)
         return dict(zip(contributions, values.tolist(), strict=True))
-
-
-def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
-    """Turns on sequence parallelism for the module if the mesh has a sequence dimension."""
-    if mesh.sequence_group is not None:
-        get_row_layout(module.model).sharing = SequenceParallel(
-            group=mesh.sequence_group,
-            mode=ds.sequence_parallel_mode,
-            heads_at_a_time=ds.ring_attn_head_stride,
-        )
 
 
 def exempt_from_decay(module: nn.Module) -> set[int]:

@@ -2,25 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 
 from openrlhf.backends.distributed import release_cached_memory
-
-
-class Offloadable(Protocol):
-    """A model in training whose optimizer can be offloaded."""
-
-    def offload(self) -> None:
-        """Moves optimizer state, master weights and gradients to the CPU."""
-        ...
-
-    def reload(self) -> None: ...
+from openrlhf.backends.model_rank import TrainedRank
 
 
 @contextmanager
-def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
+def optimizer_loaded(model: TrainedRank, sleeps: bool) -> Iterator[None]:
     """Keeps the optimizer's state on the GPU within the context. With `sleeps` the state is offloaded outside
     of it."""
     if sleeps:
@@ -29,7 +20,7 @@ def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
     offload_optimizer(model, sleeps)
 
 
-def offload_optimizer(model: Offloadable, sleeps: bool) -> None:
+def offload_optimizer(model: TrainedRank, sleeps: bool) -> None:
     """Moves the optimizer's state to the CPU if `sleeps` is True, so that rollout engines can use the
     memory."""
     if sleeps:

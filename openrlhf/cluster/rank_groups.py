@@ -250,7 +250,7 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
     ) -> Gathered[Tensor | None]:
         """Sends the weights to the engines. Returns the log-probs of the probe's tokens after the first, (L -
         1,), at temperature 1; None without a probe. `adapter_seed`: send a random adapter, see
-        `TrainEngine.random_adapter`."""
+        `TrainedRank.random_adapter`."""
         return self.on_all(lambda worker: worker.send_weights.remote(version, probe, adapter_seed))
 
     def weight_fingerprints(self) -> Gathered[dict[str, WeightFingerprint]]:

@@ -15,7 +15,7 @@ from typing import Any, Generic
 
 from torch import Tensor
 
-from openrlhf.backends.base import Objective, RowT, TrainEngine
+from openrlhf.backends.base import Objective, RowT, Trainable
 from openrlhf.backends.finite import NotFiniteError
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint
@@ -34,7 +34,7 @@ class SupervisedTrainer(Generic[RowT]):
     """Trains a model on a fixed dataset. Runs on every rank; only rank 0 has an observer."""
 
     config: SupervisedConfig
-    engine: TrainEngine
+    engine: Trainable
     objective: Objective[RowT]
     mini_batches: MiniBatches[RowT]
     eval_rows: Sequence[RowT]

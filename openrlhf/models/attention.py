@@ -17,9 +17,8 @@ sequence; its queries are then the last tokens of its keys.
 import importlib.util
 import logging
 import traceback
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +124,26 @@ def packing_kwargs(
     }
 
 
+class Scoring(NamedTuple):
+    """How a layer turns scores of queries and keys into its output."""
+
+    scaling: float | None = None
+    """Factor of the scores; None: 1 / sqrt(head size)."""
+    dropout: float = 0.0
+    window: int | None = None
+    """Sliding window in tokens; None: no window."""
+    softcap: float | None = None
+    """Scores s become c tanh(s / c)."""
+    sinks: Tensor | None = None
+    """(heads,) attention sinks: one score per head that takes part in the softmax and has no value."""
+
+    def scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    def of_heads(self, heads: slice) -> Self:
+        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -140,11 +159,8 @@ def packed_attention(
     packing: Packing | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention over a packed row: (1, heads, N, d) -> (1, N, heads, d).
-
-    attention_mask: the result of `_window_of_layer` for the layer. softcap: scores s become c tanh(s / c).
-    s_aux: (heads,) attention sinks, one score per head that takes part in the softmax and has no value.
-    """
+    """Computes attention over a packed row: (1, heads, N, d) -> (1, N, heads, d), with transformers' names of
+    the arguments. attention_mask: the result of `_window_of_layer` for the layer."""
     if packing is None:
         raise CannotPack(
             f"{type(module).__name__} does not pass the boundaries of sequences to its attention"
@@ -152,22 +168,22 @@ def packed_attention(
     if attention_mask is not None and attention_mask.numel() != 1:
         raise CannotPack(f"{type(module).__name__} builds its own mask over the row")
     window = sliding_window if attention_mask is None else int(attention_mask)
-    attend = partial(_attend, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
+    scoring = Scoring(scaling, dropout, window, softcap, s_aux)
     if packing.shard is None:
-        return _over_whole_row(attend, query, key, value, s_aux, packing), None
+        return _over_whole_row(query, key, value, packing, scoring), None
     if packing.shard.sharing.splits_heads(query.shape[1], key.shape[1]):
-        return _with_own_heads(attend, query, key, value, s_aux, packing), None
+        return _with_own_heads(query, key, value, packing, scoring), None
     if packing.branches is not None:
         raise CannotPack("only --ds.sequence_parallel_mode ulysses supports common prefixes")
     sharing = packing.shard.sharing
     if sharing.mode != "allgather":
-        reason = why_no_ring(query, value, window=window, softcap=softcap, sinks=s_aux, dropout=dropout)
+        reason = why_no_ring(query, value, scoring)
         if not reason:
-            return _by_ring(query, key, value, scaling, packing.shard), None
+            return _by_ring(query, key, value, scoring.scale(query), packing.shard), None
         if sharing.mode == "ring" and sharing.rank == 0:
             mode = "--ds.sequence_parallel_mode ring"
             warn_once(logger, f"{mode}: layers with {reason} use mode allgather")
-    return _over_gathered_keys(attend, query, key, value, s_aux, packing.shard), None
+    return _over_gathered_keys(query, key, value, packing.shard, scoring), None
 
 
 def broke_attention(error: Exception) -> bool:
@@ -176,66 +192,39 @@ def broke_attention(error: Exception) -> bool:
     return packed_attention.__code__ in frames and not isinstance(error, CannotPack)
 
 
-def why_no_ring(
-    query: Tensor,
-    value: Tensor,
-    *,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-) -> str:
+def why_no_ring(query: Tensor, value: Tensor, scoring: Scoring) -> str:
     """Returns the reason why a layer cannot use ring attention; "" if it can. The result is the same on all
     ranks."""
+    has_kernel = has_varlen_kernel(query, value, scoring.dropout)
     reasons = {
-        "a sliding window": window is not None,
-        "capped scores": softcap is not None,
-        "attention sinks": sinks is not None,
-        "dropout": dropout > 0,
-        "no FlashAttention on the GPU": query.is_cuda and not has_varlen_kernel(query, value, dropout),
+        "a sliding window": scoring.window is not None,
+        "capped scores": scoring.softcap is not None,
+        "attention sinks": scoring.sinks is not None,
+        "dropout": scoring.dropout > 0,
+        "no FlashAttention on the GPU": query.is_cuda and not has_kernel,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
-def _over_whole_row(
-    attend: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    packing: Packing,
-) -> Tensor:
+def _over_whole_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
     """Computes `packed_attention` for all tokens of a row, or of the tree of its prefixes."""
     if packing.branches is None:
-        return attend(query, key, value, sinks, packing, packing)
+        return _attend(query, key, value, packing, packing, scoring)
     key, value = map(packing.branches.repeated, (key, value))
-    return attend(query, key, value, sinks, packing, packing.branches.keys)
+    return _attend(query, key, value, packing, packing.branches.keys, scoring)
 
 
-def _with_own_heads(
-    attend: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    packing: Packing,
-) -> Tensor:
+def _with_own_heads(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
     """Computes `packed_attention` for this rank's slice of a row by exchanging heads (DeepSpeed-Ulysses)."""
     sharing = not_none(packing.shard).sharing
     keys = (x.repeat_interleave(sharing.copies(x.shape[1]), dim=1) for x in (key, value))
     q, k, v = (sharing.whole_row(x[0])[None] for x in (query, *keys))
-    if sinks is not None:
-        sinks = sinks[sharing.own_heads(len(sinks))]
-    return sharing.all_heads(_over_whole_row(attend, q, k, v, sinks, packing)[0])[None]
+    own = scoring.of_heads(sharing.own_heads(query.shape[1]))
+    return sharing.all_heads(_over_whole_row(q, k, v, packing, own)[0])[None]
 
 
 def _over_gathered_keys(
-    attend: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    shard: RowShard,
+    query: Tensor, key: Tensor, value: Tensor, shard: RowShard, scoring: Scoring
 ) -> Tensor:
     """Computes `packed_attention` for this rank's slice of a row over keys and values gathered from all
     ranks."""
@@ -244,125 +233,84 @@ def _over_gathered_keys(
     own = torch.cat([key, value], dim=-1)[0].transpose(0, 1)  # (n, heads, d): one message for both
     for head in range(0, num_kv, step):
         whole = shard.sharing.gathered(own[:, head : head + step]).transpose(0, 1)[None]
-        of_heads = slice(head * per_kv, (head + step) * per_kv)
+        heads = slice(head * per_kv, (head + step) * per_kv)
         of_chunks = []
-        for chunk, q in zip(shard.chunks, query[:, of_heads].chunk(2, 2), strict=True):
+        for chunk, q in zip(shard.chunks, query[:, heads].chunk(2, 2), strict=True):
             k, v = whole[:, :, chunk.seen].tensor_split((key_size,), -1)
-            of_sinks = None if sinks is None else sinks[of_heads]
-            of_chunks.append(attend(q, k, v, of_sinks, chunk.queries, chunk.keys))
+            of_chunks.append(_attend(q, k, v, chunk.queries, chunk.keys, scoring.of_heads(heads)))
         outputs.append(torch.cat(of_chunks, dim=1))
     return torch.cat(outputs, dim=2)
 
 
-def _by_ring(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, shard: RowShard) -> Tensor:
+def _by_ring(query: Tensor, key: Tensor, value: Tensor, scale: float, shard: RowShard) -> Tensor:
     """Computes `packed_attention` for this rank's slice of a row by ring attention."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = _pad_to_kernel_size(query, key, value)
     output = ring_attention(q, k, v, shard, scale, flash=query.is_cuda).transpose(1, 2)
     return output[..., : value.shape[-1]].contiguous()
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    queries: Packing,
-    keys: Packing,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, scoring: Scoring
 ) -> Tensor:
     """Computes attention of queries (1, heads, n, d). Returns (1, n, heads, d). The queries of a sequence are
     the last tokens of its keys."""
-    plain = softcap is None and sinks is None
-    if plain and has_varlen_kernel(query, value, dropout):
-        return _varlen(query, key, value, queries, keys, scaling, window)
+    plain = scoring.softcap is None and scoring.sinks is None
+    if plain and has_varlen_kernel(query, value, scoring.dropout):
+        return _varlen(query, key, value, queries, keys, scoring)
     # split instead of slices, because the backward pass of each slice would touch the whole row
     rows = zip(
         query.split(queries.lengths, 2), *(x.split(keys.lengths, 2) for x in (key, value)), strict=True
     )
-    if plain:
-        outputs = [_one_sequence(q, k, v, scaling, dropout, window) for q, k, v in rows]
-    else:
-        outputs = [_with_scores(q, k, v, scaling, dropout, window, softcap, sinks) for q, k, v in rows]
+    of_sequence = _one_sequence if plain else _with_scores
+    outputs = [of_sequence(q, k, v, scoring) for q, k, v in rows]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def _one_sequence(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None
-) -> Tensor:
+def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     length, earlier = k.shape[2], k.shape[2] - q.shape[2]
-    sees_all = window is None or length <= window
-    mask = None if sees_all and not earlier else _causal(q, k, earlier, window)
+    sees_all = scoring.window is None or length <= scoring.window
+    mask = None if sees_all and not earlier else _causal(q, k, earlier, scoring.window)
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.is_cuda:
         # With fewer key heads torch would fall back to the kernel that materializes the scores of all pairs
         # of tokens.
         k, v = _as_many_heads(q, k, v)
         grouped = False
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=grouped
-    )
+    options: dict[str, Any] = {"scale": scoring.scaling, "dropout_p": scoring.dropout, "enable_gqa": grouped}
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **options)
 
 
-def _with_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _with_scores(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """Computes attention with explicit scores, for architectures that modify them. It processes one block of
     queries at a time and recomputes the block's scores in the backward pass, so that memory stays linear in
     the length of a sequence."""
     k, v = _as_many_heads(q, k, v)
-    length, start = k.shape[2], k.shape[2] - q.shape[2]
+    length, start, window = k.shape[2], k.shape[2] - q.shape[2], scoring.window
     blocks = q.split(max(1, SCORES_BYTES // (4 * q.shape[1] * length)), 2)
     if len(blocks) == 1:
-        return _scored(q, k, v, start, scaling, dropout, window, softcap, sinks)
+        return _scored(q, k, v, start, scoring)
+    score = partial(checkpoint, _scored, use_reentrant=False, preserve_rng_state=scoring.dropout > 0)
     outputs = []
     for block in blocks:
         end = start + block.shape[2]
         first = 0 if window is None else max(0, start - window + 1)  # first key in the block's window
-        keys, values = k[:, :, first:end], v[:, :, first:end]
-        options = start - first, scaling, dropout, window, softcap, sinks
-        outputs.append(
-            checkpoint(
-                _scored, block, keys, values, *options, use_reentrant=False, preserve_rng_state=dropout > 0
-            )
-        )
+        outputs.append(score(block, k[:, :, first:end], v[:, :, first:end], start - first, scoring))
         start = end
     return torch.cat(outputs, dim=2)
 
 
-def _scored(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    place: int,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _scored(q: Tensor, k: Tensor, v: Tensor, place: int, scoring: Scoring) -> Tensor:
     """Computes attention of the queries of consecutive tokens. The first query is at index `place` among the
     keys."""
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.float().masked_fill(~_causal(q, k, place, window), float("-inf"))
-    if sinks is not None:
-        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    scores = q @ k.transpose(2, 3) * scoring.scale(q)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.float().masked_fill(~_causal(q, k, place, scoring.window), float("-inf"))
+    if scoring.sinks is not None:
+        sink = scoring.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]].to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    return F.dropout(weights, scoring.dropout) @ v
 
 
 def _as_many_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
@@ -388,26 +336,11 @@ def has_varlen_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
     )
 
 
-def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Packing,
-    keys: Packing,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    size, value_size = q.shape[-1], v.shape[-1]
+def _varlen(q: Tensor, k: Tensor, v: Tensor, queries: Packing, keys: Packing, scoring: Scoring) -> Tensor:
+    scale, value_size = scoring.scale(q), v.shape[-1]
     q, k, v = (x[0].transpose(0, 1) for x in _pad_to_kernel_size(q, k, v))  # (N, heads, d)
-    output, _ = varlen_attention(
-        q,
-        k,
-        v,
-        queries,
-        keys,
-        scale=size**-0.5 if scaling is None else scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-    )
+    window = (-1 if scoring.window is None else scoring.window - 1, 0)
+    output, _ = varlen_attention(q, k, v, queries, keys, scale=scale, window_size=window)
     return output[None, ..., :value_size]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from openrlhf.backends.base import FrozenModel, TrainEngine
 from openrlhf.backends.distributed import ProcessMesh, current_device
+from openrlhf.backends.model_rank import ModelRank
 from openrlhf.data.batches import MiniBatches
 from openrlhf.files import replacing
 from openrlhf.observability.progress import tracked
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def values_of_items(
-    model: FrozenModel | TrainEngine,
+    model: ModelRank,
     mini_batches: MiniBatches,
     read: Callable,
     num_items: int,

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from openrlhf.backends.base import TrainableRanks, TrainEngine
+from openrlhf.backends.base import Trainable, TrainableRanks
 from openrlhf.checkpoint.folder import COPY, CheckpointFolder
 from openrlhf.checkpoint.saved import BEST
 from openrlhf.config.sections import is_due
@@ -47,7 +47,7 @@ class SavedRanks(NamedTuple):
 class SavedEngine:
     """The model of a checkpoint of a supervised run, which this rank shares with others."""
 
-    engine: TrainEngine
+    engine: Trainable
     export_model: Callable[[str], None]
     on_any_rank: Callable[[bool], bool]
     later: bool

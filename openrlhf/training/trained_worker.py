@@ -13,11 +13,10 @@ from torch import Tensor
 
 from openrlhf.algorithms.mismatch import MERGED
 from openrlhf.algorithms.policy_losses import PolicyLoss
-from openrlhf.backends.base import Objective, TrainEngine
+from openrlhf.backends.base import Objective
 from openrlhf.backends.build import build_engine
-from openrlhf.backends.distributed import (
-    release_cached_memory,
-)
+from openrlhf.backends.distributed import release_cached_memory
+from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.backends.offload import offload_optimizer, optimizer_loaded
 from openrlhf.backends.weight_sync.client import EngineClient
 from openrlhf.backends.weight_sync.sender import WeightSender
@@ -60,7 +59,7 @@ Loss = str | type[PolicyLoss] | GivenGradient | None
 the loss that the flags say."""
 
 
-class TrainedWorker(ModelWorker[TrainEngine], ABC):
+class TrainedWorker(ModelWorker[TrainedRank], ABC):
     """One rank of a model in training: the policy or the critic."""
 
     name: str
@@ -104,7 +103,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         return metrics
 
     def forward_backward(self, *streams: tuple[Batch, Loss], kl_coef: float) -> Metrics:
-        """Adds the gradients of the losses of these batches; see `TrainEngine.forward_backward`."""
+        """Adds the gradients of the losses of these batches; see `TrainedRank.forward_backward`."""
         with self._optimizer_present():
             pairs = [
                 (self.rows(batch, range(len(batch))), self.build_objective(loss, kl_coef))
@@ -117,7 +116,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         return self.objective(kl_coef)
 
     def optim_step(self) -> Metrics:
-        """Takes one optimizer step; see `TrainEngine.optim_step`."""
+        """Takes one optimizer step; see `TrainedRank.optim_step`."""
         with self._optimizer_present():
             return self.model.optim_step()
 
@@ -161,7 +160,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         total_steps: int,
         gradient_checkpointing: bool,
         ema_beta: float | None = None,
-    ) -> TrainEngine:
+    ) -> TrainedRank:
         self.total_steps = total_steps
         fault("rank.load")
         return build_engine(

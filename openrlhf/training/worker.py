@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from openrlhf import heap
-from openrlhf.backends.base import FrozenModel, TrainEngine
 from openrlhf.backends.build import build_frozen
 from openrlhf.backends.distributed import (
     ProcessMesh,
@@ -23,6 +22,7 @@ from openrlhf.backends.distributed import (
     release_cached_memory,
     seed_everything,
 )
+from openrlhf.backends.model_rank import FrozenRank, TrainedRank
 from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.peak_memory import PeakMemory, Peaks
 from openrlhf.config.ppo import REWARD_FLAG, PPOConfig
@@ -44,7 +44,7 @@ from openrlhf.training.models import load_language_model
 from openrlhf.training.reward_models import load_reward_model
 from openrlhf.types import Batch, PackedRow, Trajectory
 
-ModelT = TypeVar("ModelT", TrainEngine, FrozenModel)
+ModelT = TypeVar("ModelT", TrainedRank, FrozenRank)
 
 PHASES = {
     **dict.fromkeys(("forward", "forward_without_adapters"), "logprobs"),
@@ -100,7 +100,7 @@ class Worker:
         self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
 
-    def frozen(self, build: Callable[[], RowModel], offload: bool) -> FrozenModel:
+    def frozen(self, build: Callable[[], RowModel], offload: bool) -> FrozenRank:
         """Loads a model that is not trained. `offload`: keep it on the CPU between forward passes."""
         config = self.config
         return build_frozen(
@@ -157,7 +157,7 @@ class ModelWorker(Worker, Generic[ModelT]):
         return PolicyModel(load_language_model(self.config, path, flag))
 
 
-class FrozenWorker(ModelWorker[FrozenModel]):
+class FrozenWorker(ModelWorker[FrozenRank]):
     """The reference model, or a teacher."""
 
     def start(self, address: str, port: int, path: str, flag: str, offload: bool) -> None:

@@ -10,24 +10,21 @@ import numpy as np
 from openrlhf.agents.base import AgentExecutorBase, Engine, Reward, SingleTurnAgentExecutor
 from openrlhf.agents.mcp import McpServer
 from openrlhf.agents.tools import ToolServer
-from openrlhf.backends import offload
 from openrlhf.backends.base import (
-    FrozenModel,
     ModelRanks,
     Objective,
     Pending,
     Rollout,
     Row,
+    Trainable,
     TrainableRanks,
-    TrainEngine,
 )
-from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
+from openrlhf.backends.model_rank import FrozenRank, TrainedRank
 from openrlhf.backends.rollout import AnswerStream, RolloutEngine
-from openrlhf.backends.torch.engine import TorchEngine, TorchFrozen
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.stream import VLLMStream
-from openrlhf.backends.weight_sync import client, gloo, source
+from openrlhf.backends.weight_sync import client, gloo
 from openrlhf.cluster import engine_memory
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle
@@ -82,12 +79,8 @@ def future(work: Future[Metrics]) -> Pending[Metrics]:
     return work
 
 
-def train_engine(engine: DeepSpeedEngine | TorchEngine) -> TrainEngine:
+def trainable(engine: TrainedRank) -> Trainable:
     return engine
-
-
-def frozen_model(model: DeepSpeedFrozen | TorchFrozen) -> FrozenModel:
-    return model
 
 
 def row(made: PackedRow | ExperienceRow | PairRow | UnpairedRow | StepsRow) -> Row:
@@ -122,16 +115,8 @@ def any_objective(objective: BalancedObjective[RowT]) -> Objective[RowT]:
     return objective
 
 
-def reference(model: FrozenModel) -> Reference:
+def reference(model: FrozenRank) -> Reference:
     return model
-
-
-def offloadable(engine: TrainEngine) -> offload.Offloadable:
-    return engine
-
-
-def sendable(engine: TrainEngine) -> source.Sendable:
-    return engine
 
 
 def transfer(by_gloo: gloo.GlooTransfer) -> client.Transfer:

@@ -22,7 +22,7 @@ SECTIONS = "rollout|reward|advantage|kl|teacher|mismatch|policy|critic|eval|memo
 DOCUMENTED = set(re.findall(rf"`((?:{SECTIONS})/[\w{{}}]+|grad_norm|lr|num_tokens|skipped)`", PAGE))
 PATTERNS = [re.compile(re.sub(r"{\w+}", r"\\w+", name)) for name in DOCUMENTED if name != "rollout/{name}"]
 ENGINE = {"grad_norm", "lr", "num_tokens", "skipped"}
-"""Metrics that TrainEngine.train_step adds; the critic's begin with `critic/`."""
+"""Metrics that TrainedRank.train_step adds; the critic's begin with `critic/`."""
 
 
 def sample(outcome: Outcome = Outcome.OK, sample_index: int = 0, length: int = 2) -> Trajectory:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openrlhf.algorithms.logprobs import linear_log_probs, rows_of_chunk, sum_of_log_probs
-from openrlhf.models.attention import PACKED, Packing, _attend, packed_attention, packing_kwargs
+from openrlhf.models.attention import PACKED, Packing, Scoring, _attend, packed_attention, packing_kwargs
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.ring import FLASH, _add
@@ -105,13 +105,9 @@ def test_attention_of_a_slice_against_float64(window, dtype) -> None:
     output = _attend(
         qkv[0][:, :, 70:300],
         *(x[:, :, seen] for x in qkv[1:]),
-        None,
         Packing.of(inside, device),
         Packing.of(until, device),
-        scaling=128**-0.5,
-        dropout=0.0,
-        window=window,
-        softcap=None,
+        Scoring(window=window),
     )
     expected = exact_attention(*wide, window, 128**-0.5)[:, 70:300]
     weights = torch.randn(expected.shape, device=device, dtype=dtype)

@@ -18,20 +18,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
 
-from openrlhf.backends.base import Row
 from openrlhf.backends.deepspeed.config import inference_config, training_config
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
-from openrlhf.backends.distributed import BACKENDS, ProcessMesh, use_own_cores
-from openrlhf.backends.lr_schedule import lr_schedule
-from openrlhf.backends.model_rank import (
-    ModelRank,
-    TrainedRank,
-    decay_groups,
-    shard_rows,
-    without_states,
-)
+from openrlhf.backends.distributed import BACKENDS, use_own_cores
+from openrlhf.backends.model_rank import FrozenRank, TrainedRank, decay_groups, without_states
 from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.checkpoint.zero import (
     ORDER,
@@ -43,8 +35,8 @@ from openrlhf.checkpoint.zero import (
 )
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.models.backbone import RowModel, get_backbone, get_row_layout
-from openrlhf.models.self_check import resolve_row_layout, shard_matrices_checked
+from openrlhf.models.backbone import RowModel, get_backbone
+from openrlhf.models.self_check import shard_matrices_checked
 from openrlhf.types import Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -53,40 +45,18 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 
 
 class DeepSpeedEngine(TrainedRank):
-    """One rank of a model in training, at any ZeRO stage. Call `init_distributed` first.
-
-    `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py). The engine
-    calls it itself, so that at stage 3 no rank ever has the whole model in memory.
-    """
+    """One rank of a model in training, at any ZeRO stage. At stage 3 no rank ever has the whole model in
+    memory."""
 
     backend = "deepspeed"
     adds_gradients = False
 
-    def __init__(
-        self,
-        build_model: Callable[[], RowModel],
-        *,
-        optim: OptimConfig,
-        ds: DeepSpeedConfig,
-        total_steps: int,
-        gradient_checkpointing: bool = False,
-        reentrant: bool = False,
-        dropout: bool = False,
-        ema_beta: float | None = None,
-        skip_nonfinite: bool = False,
-        learns: bool = True,
-        mesh: ProcessMesh | None = None,
-    ) -> None:
-        """Builds the model and wraps it for training; `build_engine` documents the arguments. `mesh`: the
-        mesh of the model's ranks; None: all ranks have different samples."""
+    def _build(self, build_model: Callable[[], RowModel], ema_beta: float | None) -> None:
         join_deepspeed()
-        super().__init__(mesh)
-        self.skips_nonfinite = skip_nonfinite
-        self.ds, self.stage, self.learns = ds, ds.zero_stage, learns
+        ds, optim, self.stage = self.ds, self.optim, self.ds.zero_stage
         # At stage 0 in float32 DeepSpeed does not expose the gradient norm, so this class clips gradients
         # itself.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
-        self.max_norm = optim.max_norm
         self.scales_loss = ds.param_dtype == "fp16"
         if ds.adam_offload or ema_beta is not None:
             use_own_cores()
@@ -98,26 +68,20 @@ class DeepSpeedEngine(TrainedRank):
         if self.mesh.tensor_group is not None:
             shard_matrices_checked(module.model, self.mesh.tensor_group)
         module.register_state_dict_post_hook(_leave_out_frozen)
-        self._prepare_layers(
-            module, checkpointing=gradient_checkpointing, reentrant=reentrant, dropout=dropout
-        )
+        self._prepare_layers(module)
         trained = [p for p in module.parameters() if p.requires_grad]
-        optimizer = _optimizer(module, optim) if learns else without_states(trained)
-        scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
+        optimizer = _optimizer(module, optim) if self.learns else without_states(trained)
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
             # pyrefly: ignore[bad-argument-type]  DeepSpeed's annotation is torch's older base class
-            lr_scheduler=scheduler,
+            lr_scheduler=LambdaLR(optimizer, self.schedule),
             mpu=None if self.mesh.tensor_group is None else ModelParallelUnit(self.mesh),
             config=config,
         )
         self.files = DeepSpeedFiles.of(self.engine)
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
-        shard_rows(self.module, self.mesh, ds)
-        get_row_layout(self.module.model).gathers = self.stage == 3
-        get_row_layout(self.module.model).share_prefixes = ds.share_prefixes
-        resolve_row_layout(self.engine, self.module, zero_stage=self.stage, tensor=self.mesh.tensor)
+        self.set_up_rows(self.engine, self.module, ds, zero_stage=self.stage)
         self.average = None
         if ema_beta is not None:
             parameters = self.module.model.named_parameters()
@@ -216,8 +180,7 @@ class DeepSpeedEngine(TrainedRank):
         return cast(LambdaLR, self.engine.lr_scheduler)
 
     def offload(self) -> None:
-        """Moves optimizer state, master weights and gradients to the CPU. The weights stay, because forward
-        passes and weight syncs read them."""
+        # The weights stay, because forward passes and weight syncs read them.
         self.optimizer_state.offload()
 
     def reload(self) -> None:
@@ -232,7 +195,7 @@ class DeepSpeedEngine(TrainedRank):
         return super()._trained_in_full() if self.average is None else self.average.in_full()
 
     def _clip(self) -> float:
-        limit = self.max_norm if self.max_norm > 0 else math.inf
+        limit = self.optim.max_norm if self.optim.max_norm > 0 else math.inf
         return float(clip_grad_norm_(self.module.parameters(), limit, mpu=self.engine.mpu))
 
     def _changing(self, params: list[Tensor]) -> AbstractContextManager:
@@ -242,21 +205,12 @@ class DeepSpeedEngine(TrainedRank):
         return deepspeed.zero.GatheredParameters(list(tensors), enabled=self.stage == 3)
 
 
-class DeepSpeedFrozen(ModelRank):
+class DeepSpeedFrozen(FrozenRank):
     """One rank of a model that is not trained. It is sharded at ZeRO stage 3, and if it is offloaded from a
     GPU; otherwise every rank has a copy."""
 
-    def __init__(
-        self,
-        build_model: Callable[[], RowModel],
-        *,
-        ds: DeepSpeedConfig,
-        offload: bool,
-        mesh: ProcessMesh | None = None,
-    ) -> None:
-        """`mesh`: the mesh of the model's ranks; None: all ranks have different samples."""
+    def _build(self, build_model: Callable[[], RowModel], ds: DeepSpeedConfig, offload: bool) -> None:
         join_deepspeed()
-        super().__init__(mesh)
         self.sharded = ds.zero_stage == 3 or (offload and DEVICE_TYPE == "cuda")
         config = inference_config(ds, offload=offload)
         self._zero3_init = HfDeepSpeedConfig(config) if self.sharded else None
@@ -267,16 +221,7 @@ class DeepSpeedFrozen(ModelRank):
             self.model, *_ = deepspeed.initialize(model=module, config=config)
         else:
             self.model = module.to(self.device)
-        shard_rows(module, self.mesh, ds)
-        get_row_layout(module.model).gathers = self.sharded
-        get_row_layout(module.model).share_prefixes = ds.share_prefixes
-        resolve_row_layout(
-            self.model, module, zero_stage=3 if self.sharded else None, tensor=self.mesh.tensor
-        )
-
-    @torch.no_grad()
-    def __call__(self, row: Row) -> Any:
-        return self.model(row)
+        self.set_up_rows(self.model, module, ds, zero_stage=3 if self.sharded else None)
 
     @property
     def caller(self) -> Callable:

@@ -17,11 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from openrlhf.backends.base import Objective, Part, Row, RowT
-from openrlhf.backends.distributed import ProcessMesh, current_device
-from openrlhf.backends.lr_schedule import lr_schedule
+from openrlhf.backends.base import Objective, Part, RowT
 from openrlhf.backends.model_rank import (
     BUCKET_BYTES,
+    FrozenRank,
     ModelRank,
     TrainedRank,
     decay_groups,
@@ -35,9 +34,8 @@ from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.backbone import RowModel, get_row_layout
+from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import DTYPES
-from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.tensor_parallel import whole
 from openrlhf.types import Metrics
 
@@ -54,38 +52,19 @@ class TorchEngine(TrainedRank):
 
     backend = "torch"
 
-    def __init__(
-        self,
-        build_model: Callable[[], RowModel],
-        *,
-        optim: OptimConfig,
-        ds: DeepSpeedConfig,
-        total_steps: int,
-        gradient_checkpointing: bool = False,
-        reentrant: bool = False,
-        dropout: bool = False,
-        ema_beta: float | None = None,
-        skip_nonfinite: bool = False,
-        learns: bool = True,
-        mesh: ProcessMesh | None = None,
-    ) -> None:
-        """Builds the model and places it on the ranks; `build_engine` documents the arguments."""
-        assert not reentrant and ema_beta is None  # config/checks.py rejects them
-        super().__init__(mesh)
-        self.skips_nonfinite = skip_nonfinite
-        self.ds, self.optim, self.dtype, self.learns = ds, optim, DTYPES[ds.param_dtype], learns
+    def _build(self, build_model: Callable[[], RowModel], ema_beta: float | None) -> None:
+        assert not self.reentrant and ema_beta is None  # config/checks.py rejects them
+        ds, self.dtype = self.ds, DTYPES[self.ds.param_dtype]
         self.is_sharded = self.mesh.size > 1 or ds.param_dtype != "fp32"
         self._module = build_model()
-        self._prepare_layers(
-            self._module, checkpointing=gradient_checkpointing, reentrant=False, dropout=dropout
-        )
+        self._prepare_layers(self._module)
         for p in self._module.parameters():
             if p.requires_grad:
                 p.data = p.data.float()
-        place(self._module, self.mesh, ds, shard=self.is_sharded)
+        place(self, self._module, ds, shard=self.is_sharded)
         self.trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
-        self.optimizer = _adamw(self._module, optim) if learns else without_states(self.trained.values())
-        self.schedule = lr_schedule(optim, total_steps)
+        trained = self.trained.values()
+        self.optimizer = _adamw(self._module, self.optim) if self.learns else without_states(trained)
         self._is_offloaded, self._steps = False, 0
 
     @property
@@ -184,8 +163,7 @@ class TorchEngine(TrainedRank):
         return self._is_offloaded
 
     def offload(self) -> None:
-        """Moves AdamW's states to the CPU. The float32 weights stay, because forward passes and weight syncs
-        read them."""
+        # The float32 weights stay, because forward passes and weight syncs read them.
         self._is_offloaded = True
         self._move_states(torch.device("cpu"))
 
@@ -198,43 +176,30 @@ class TorchEngine(TrainedRank):
             state.update({key: value.to(device) for key, value in state.items()})
 
 
-class TorchFrozen(ModelRank):
+class TorchFrozen(FrozenRank):
     """One rank of a model that is not trained. With --ds.zero_stage 3 and several ranks it is sharded;
     otherwise every rank has a copy."""
 
-    def __init__(
-        self,
-        build_model: Callable[[], RowModel],
-        *,
-        ds: DeepSpeedConfig,
-        offload: bool,
-        mesh: ProcessMesh | None = None,
-    ) -> None:
-        """Builds the model and places it on the ranks; `build_frozen` documents the arguments."""
+    def _build(self, build_model: Callable[[], RowModel], ds: DeepSpeedConfig, offload: bool) -> None:
         assert not offload  # config/checks.py rejects it
-        super().__init__(mesh)
         self._module = build_model().eval().requires_grad_(False)
-        place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero_stage == 3)
+        place(self, self._module, ds, shard=self.mesh.size > 1 and ds.zero_stage == 3)
 
     @property
     def module(self) -> RowModel:
         return self._module
 
-    @torch.no_grad()
-    def __call__(self, row: Row) -> Any:
-        return self._module(row)
-
     def whole(self, parameter: Tensor) -> Tensor:
         return whole(parameter)
 
 
-def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bool) -> None:
-    """Places a model on the ranks of `mesh` and selects how it reads rows. With `shard` it is sharded layer
+def place(rank: ModelRank, module: RowModel, ds: DeepSpeedConfig, *, shard: bool) -> None:
+    """Places a model on the ranks of the mesh and selects how it reads rows. With `shard` it is sharded layer
     by layer: a layer is gathered while it computes; with --ds.zero_stage 2 it stays gathered until its
     backward pass ends."""
     if shard:
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(DEVICE_TYPE, (mesh.size,)),
+            "mesh": init_device_mesh(DEVICE_TYPE, (rank.mesh.size,)),
             "reshard_after_forward": ds.zero_stage == 3,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=DTYPES[ds.param_dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -244,10 +209,8 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
             fully_shard(layer, **options)
         fully_shard(module, **options)
     else:
-        module.to(current_device())
-    get_row_layout(module.model).gathers = shard
-    get_row_layout(module.model).share_prefixes = ds.share_prefixes
-    resolve_row_layout(module, module, zero_stage=3 if shard else None)
+        module.to(rank.device)
+    rank.set_up_rows(module, module, ds, zero_stage=3 if shard else None)
     reshard(module)
 
 

@@ -16,8 +16,9 @@ from importlib import import_module
 
 import torch
 
+from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.backends.weight_sync.client import EngineClient, EnginesFailedError, Rendezvous, Transfer
-from openrlhf.backends.weight_sync.source import Sendable, WeightSource
+from openrlhf.backends.weight_sync.source import WeightSource
 from openrlhf.config.choices import LoraSync
 
 BUCKET_BYTES = {"gloo": 16 << 20, "nccl": 64 << 20, "ipc": 512 << 20, "ray": 64 << 20}
@@ -38,7 +39,7 @@ class WeightSender:
 
     def __init__(
         self,
-        engine: Sendable,
+        engine: TrainedRank,
         client: EngineClient,
         *,
         backend: str,

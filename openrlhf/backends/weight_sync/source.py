@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from openrlhf.backends.base import Part
+from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
 from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.config.choices import LoraSync
@@ -18,19 +18,11 @@ ADAPTER_MARKS = (".lora_A.", ".lora_B.")
 """Substrings of the names of an adapter's tensors. No other weights have them."""
 
 
-class Sendable(Protocol):
-    """A model in training. `TrainEngine` documents these methods."""
-
-    def weights(self, bucket_bytes: int, part: Part = "merged") -> Iterator[tuple[str, Tensor]]: ...
-
-    def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]: ...
-
-
 class WeightSource:
     """A model's weights as the transports read them: metadata, and a collective iteration over the tensors.
     With separate adapters, base weights are sent only the first time."""
 
-    def __init__(self, engine: Sendable, lora_sync: LoraSync) -> None:
+    def __init__(self, engine: TrainedRank, lora_sync: LoraSync) -> None:
         self.engine = engine
         self.whole_part: Part = "merged" if lora_sync == "merged" else "base"
         """Part of the model that the engines' layers store."""

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.backends.base import FrozenModel, RowModule
+from openrlhf.backends.model_rank import FrozenRank
 from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
 from openrlhf.data.cache import arrays_digest, digest
 from openrlhf.data.store import Samples
 from openrlhf.files import cache_folder
 from openrlhf.loop.supervised.task import Task
+from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import check_same_vocabulary, load_tokenizer, model_digest
 from openrlhf.models.lora import disabled_adapters, has_adapters
 from openrlhf.models.policy import PolicyModel
@@ -61,7 +62,7 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> Refe
     path = reference_path(run.config)
     is_policy = path == run.config.model.model_name_or_path
 
-    def load() -> FrozenModel:
+    def load() -> FrozenRank:
         with waiting("loading the reference model", key=path):
             build = lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG))
             return run.frozen(build, ref.offload)
@@ -96,7 +97,7 @@ def _cached_log_probs(
     return cached_array(folder / "reference" / f"{key}.npy", compute)
 
 
-def without_adapters(policy: RowModule) -> Reference:
+def without_adapters(policy: RowModel) -> Reference:
     """Returns a function row -> (A,) log-probs of the policy with its adapters disabled. No second copy of
     the model is needed."""
 

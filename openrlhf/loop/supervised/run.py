@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from openrlhf import heap
-from openrlhf.backends.base import FrozenModel, Objective, Row
+from openrlhf.backends.base import Objective, Row
 from openrlhf.backends.build import build_engine, build_frozen
 from openrlhf.backends.distributed import (
     ProcessMesh,
@@ -18,6 +18,7 @@ from openrlhf.backends.distributed import (
     on_any_rank,
     seed_everything,
 )
+from openrlhf.backends.model_rank import FrozenRank
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
 from openrlhf.checkpoint.of_models import build_run_fingerprint, check_space
@@ -120,7 +121,7 @@ class SupervisedRun(Generic[ConfigT]):
         prepare_for_training(module.model, self.config.ds)
         return module
 
-    def frozen(self, build_model: Callable[[], RowModel], offload: bool) -> FrozenModel:
+    def frozen(self, build_model: Callable[[], RowModel], offload: bool) -> FrozenRank:
         """Builds a frozen model (a reference or a teacher) on the ranks of this run."""
         config = self.config
         return build_frozen(

@@ -39,7 +39,7 @@ from openrlhf.api import (
     RowT,
     SFTObjective,
     SupervisedConfig,
-    TrainEngine,
+    TrainedRank,
     get_head,
     get_row_layout,
     head_name,
@@ -135,7 +135,7 @@ class FirstSteps(Hook):
     rate of each step."""
 
     config: SupervisedConfig
-    engine: TrainEngine
+    engine: TrainedRank
     mesh: Mesh
     windows: MiniBatches
     """Name of the argument that entry points get."""
@@ -156,7 +156,7 @@ class FirstSteps(Hook):
 
 
 def verify_step(
-    engine: TrainEngine,
+    engine: TrainedRank,
     rows: Sequence[RowT],
     objective: Objective[RowT],
     step: int,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from openrlhf.api import LossNorm, Metrics, Objective, TrainEngine
+from openrlhf.api import LossNorm, Metrics, Objective, TrainedRank
 
 Layout = tuple[bool, Mapping[str, Any]]
 """True if the items are shuffled, and changes of the flags `train.*`."""
@@ -37,7 +37,7 @@ TOTAL_LOSS = "verification/loss"
 
 
 def step_with_gradients(
-    engine: TrainEngine, rows: Sequence, objective: Objective, *also: tuple[Sequence, Objective]
+    engine: TrainedRank, rows: Sequence, objective: Objective, *also: tuple[Sequence, Objective]
 ) -> tuple[dict[str, Tensor], Metrics]:
     """Takes an optimizer step. Returns its gradients, and its metrics with `TOTAL_LOSS`. At a learning rate
     of 0 the weights stay as they are. `also`: rows and objectives of auxiliary losses."""

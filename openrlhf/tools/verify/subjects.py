@@ -30,7 +30,7 @@ from openrlhf.api import (
     RMConfig,
     Sample,
     SupervisedConfig,
-    TrainEngine,
+    TrainedRank,
     UsageError,
     build_prompt_datasets,
     check_reward_model,
@@ -83,7 +83,7 @@ OPTIMIZER_AT_REST = {"adam.lr": 0.0, "adam.weight_decay": 0.0, "muon.lr": 0.0, "
 class Running:
     """The trained model of a command in this process."""
 
-    engine: TrainEngine
+    engine: TrainedRank
     steps: Callable[[Iterable[str]], Iterator[LayoutStep]]
     """Function from names of layouts to their optimizer steps."""
     learn: Callable[[int, int], list[Metrics]]

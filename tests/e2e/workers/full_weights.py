@@ -6,9 +6,9 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.config.choices import BackendName
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
@@ -16,7 +16,7 @@ from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 
 
-def engine_of(path: str, backend: BackendName, rank: int = 0) -> TrainEngine:
+def engine_of(path: str, backend: BackendName, rank: int = 0) -> TrainedRank:
     """Builds an engine with adapters of that rank."""
     gc.collect()  # an engine at stage 3 would shard every later model
     ds = DeepSpeedConfig(zero_stage=3, param_dtype="fp32", lora=LoraConfig(rank=rank))

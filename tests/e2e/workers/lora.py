@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from workers.gradients import fill_adapters
 
-from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine as build_engine_of
 from openrlhf.backends.distributed import ProcessMesh, seed_everything
+from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.errors import UsageError
 from openrlhf.models.loading import load_causal_lm
@@ -20,7 +20,7 @@ from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
 
-def build_engine(spec: dict, case: dict) -> TrainEngine:
+def build_engine(spec: dict, case: dict) -> TrainedRank:
     ds = DeepSpeedConfig(
         zero_stage=case["stage"],
         param_dtype=case.get("dtype", "fp32"),
@@ -67,7 +67,7 @@ class Compared:
         return loss, metrics | {"reference": again.sum(), "drift": (reference - again).abs().sum()}
 
 
-def log_probs(engine: TrainEngine, rows: list[PackedRow]) -> torch.Tensor:
+def log_probs(engine: TrainedRank, rows: list[PackedRow]) -> torch.Tensor:
     return torch.cat(engine.forward(rows, lambda model, row: model(row).log_probs))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh, seed_everything
+from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -17,7 +17,7 @@ from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
 
-def build(path: str, job: dict, *, learns: bool) -> TrainEngine:
+def build(path: str, job: dict, *, learns: bool) -> TrainedRank:
     ds = DeepSpeedConfig(zero_stage=job["stage"], param_dtype=job["dtype"])
     gc.collect()  # an engine at stage 3 would shard every later model
     seed_everything(7, deterministic=False)

@@ -20,6 +20,7 @@ from torch.nn.attention import varlen
 from openrlhf.models import attention
 from openrlhf.models.attention import (
     Packing,
+    Scoring,
     _attend,
     _one_sequence,
     has_varlen_kernel,
@@ -120,9 +121,11 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
     assert called[0]["scale"] == size**-0.5
 
 
-def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
-    """Stand-in for the kernel with its parameters of this release: a token sees the `left` ones before it in
-    its sequence, and itself. Queries are the last tokens of the keys."""
+def by_the_rules(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size, enable_gqa):
+    """Stand-in for the kernel: a token sees the `left` ones before it in its sequence, and itself. Queries
+    are the last tokens of the keys."""
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError("Expect query and key/value to have the same number of heads")
     obey_rules(q, k, v, cu_q)
     bounds, outputs = [list(pairwise(cumulative.tolist())) for cumulative in (cu_q, cu_k)], []
     assert [max_q, max_k] == [max(end - start for start, end in of) for of in bounds]
@@ -139,21 +142,13 @@ def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, windo
     return torch.cat(outputs, dim=1).transpose(0, 1), None
 
 
-def by_the_rules(q, k, *more, enable_gqa=False, **options):
-    """Stand-in with a parameter that torch 2.13 requires for grouped heads."""
-    if q.shape[1] != k.shape[1] and not enable_gqa:
-        raise ValueError("Expect query and key/value to have the same number of heads")
-    return of_torch_2_11(q, k, *more, **options)
-
-
 @pytest.mark.parametrize(
     ("size", "value_size", "kv_heads"), [(8, 8, 4), (8, 8, 1), (5, 5, 2), (24, 16, 2), (16, 24, 2)]
 )
 @pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, {"sliding_window": 3}, {"sliding_window": 1}])
-@pytest.mark.parametrize("release", [of_torch_2_11, by_the_rules])
-def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads, options, release) -> None:
+def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads, options) -> None:
     """One call of the kernel equals one call of attention for each sequence, with gradients."""
-    monkeypatch.setattr(varlen, "varlen_attn", release)
+    monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
     found = []
     for kernel in (False, True):
         monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_, kernel=kernel: kernel)
@@ -177,7 +172,7 @@ def test_queries_of_a_slice_of_a_row(monkeypatch, start, end, window, softcap, l
     monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_: with_kernel)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 4 * 7 * limit)
-    attend = partial(_attend, sinks=None, scaling=None, dropout=0.0, window=window, softcap=softcap)
+    attend = partial(_attend, scoring=Scoring(window=window, softcap=softcap))
     inside, until, seen = cut(LENGTHS, start, end)
     found, device = [], torch.device("cpu")
     for cuts in (True, False):
@@ -265,7 +260,7 @@ def test_fewer_heads_of_keys_keep_linear_memory_on_a_gpu(monkeypatch, gpu, devic
     with FakeTensorMode():
         qkv = inputs(heads=8, kv_heads=2, device=device)
         for q, k, v in zip(*(x.split(LENGTHS, 2) for x in qkv), strict=True):
-            _one_sequence(q, k, v, None, 0.0, None)
+            _one_sequence(q, k, v, Scoring())
     expected = (8, 8, False) if device == "cuda" else (2, 2, True)
     assert calls == [expected] * len(LENGTHS)
 
@@ -292,5 +287,4 @@ def test_flash_attention_before_ampere_is_replaced(gpu, monkeypatch, caplog) -> 
 )
 def test_why_a_layer_has_no_ring(more: dict[str, Any], reason: str) -> None:
     heads = torch.zeros(3, 2, 8)
-    plain: dict[str, Any] = {"window": None, "softcap": None, "sinks": None, "dropout": 0.0}
-    assert why_no_ring(heads, heads, **(plain | more)) == reason
+    assert why_no_ring(heads, heads, Scoring(**more)) == reason

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention import varlen
 
 from openrlhf.models import attention, ring
 from openrlhf.models.attention import packed_attention, packing_kwargs
@@ -203,19 +202,10 @@ def flash() -> Iterator[None]:
     operators._destroy()
 
 
-def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
-    """Stand-in for torch's varlen attention, in the release that needs no argument for grouped heads."""
-    causal, (left, right) = window_size == (-1, 0), window_size
-    options = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    return flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, **options)[:2]
-
-
 @pytest.mark.usefixtures("flash")
-@pytest.mark.parametrize("release", [varlen.varlen_attn, of_torch_2_11])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-def test_with_the_kernel_of_gpus(threads, monkeypatch, lengths, release):
+def test_with_the_kernel_of_gpus(threads, monkeypatch, lengths):
     """One call for each block equals one call for each sequence."""
-    monkeypatch.setattr(varlen, "varlen_attn", release)
     on_cpu = threads(2, lambda: attended(lengths, torch.float64, sharing()))
     monkeypatch.setattr(ring, "ON_CPU", ring.FLASH)
     with_flash = threads(2, lambda: attended(lengths, torch.float64, sharing()))
