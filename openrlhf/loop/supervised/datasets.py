@@ -89,10 +89,7 @@ def find_max_lengths(task: Task) -> dict[str, int]:
 
 def images_of(task: Task, tokenizer: PreTrainedTokenizerBase) -> ImageColumn | None:
     """Returns the image column of the rows; None without one."""
-    config = task.config
-    if not config.data.reads_images:
-        return None
-    return ImageColumn.of(config.data, config.model.model_name_or_path, MODEL_FLAG, tokenizer)
+    return ImageColumn.of(task.config.data, task.config.model.model_name_or_path, MODEL_FLAG, tokenizer)
 
 
 def tokenise(

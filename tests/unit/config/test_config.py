@@ -159,9 +159,17 @@ CHECKS = [
         "--data.dataset_probs half,half",
         "",
     ),
+    (
+        SFT,
+        "--data.dataset a,b --data.dataset_probs 0,1",
+        "invalid-value",
+        "--data.dataset_probs 0,1",
+        "above 0",
+    ),
     (PPO, "--data.prompt_probs 1,0", "conflict", "--data.prompt_probs 1,0", ""),
     (SFT, "--data.input_template hello", "invalid-value", "--data.input_template hello", ""),
     (PPO, "--data.input_template {a}", "invalid-value", "--data.input_template {a}", ""),
+    (PPO, "--data.input_template {0}{0}", "invalid-value", "--data.input_template {0}{0}", "one {}"),
     (PPO, "--data.input_template reward.py", "invalid-value", "--data.input_template reward.py", "$(cat"),
     (SFT, "--data.multiturn", "conflict", "--data.multiturn", "--data.apply_chat_template"),
     (
