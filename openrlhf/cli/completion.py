@@ -4,8 +4,7 @@ contains all lists, so that completing does not start Python."""
 import argparse
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from openrlhf.cli.main import COMMANDS, reader_of
@@ -49,7 +48,6 @@ class Flag:
     summary: str
     values: tuple[str, ...] = ()
     """Allowed values; empty if any value is allowed or the flag takes none."""
-    takes_value: bool = True
 
 
 def make_parser() -> ArgumentParser:
@@ -64,13 +62,7 @@ def make_parser() -> ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        shell = make_parser().parse_args(argv).shell
-        print({"bash": bash, "zsh": zsh, "fish": fish}[shell](summaries(), flags_of_commands()), end="")
-
-
-def summaries() -> dict[str, str]:
-    """Returns command -> summary, in the order of `openrlhf --help`."""
-    return {name: summary for name, (_, summary) in COMMANDS.items()}
+        print(script(make_parser().parse_args(argv).shell), end="")
 
 
 def flags_of_commands() -> dict[str, list[Flag]]:
@@ -81,7 +73,7 @@ def flags_of_commands() -> dict[str, list[Flag]]:
         if name in configured:
             found[name] = _flags_of_configuration(configured[name])
         elif name == "data":
-            found[name] = [Flag("samples", "number of samples"), Flag("no_color", "no colours", (), False)]
+            found[name] = [Flag("samples", "number of samples"), Flag("no_color", "no colours")]
         else:
             parser = parser_of(name)
             found[name] = _flags_of_parser(parser) if parser else []
@@ -101,8 +93,8 @@ def _flags_of_configuration(command: Command) -> list[Flag]:
     flags += [
         Flag("config", "YAML file of flags"),
         Flag("help", "list the flags, or those with a word in their name"),
-        Flag("print_config", "print the configuration and exit", (), False),
-        Flag("print_command", "print the command with current flag names and exit", (), False),
+        Flag("print_config", "print the configuration and exit"),
+        Flag("print_command", "print the command with current flag names and exit"),
     ]
     if command.has_plan:
         flags.append(Flag("print_plan", "print the placement and exit"))
@@ -117,7 +109,7 @@ def _flags_of_parser(parser: argparse.ArgumentParser) -> list[Flag]:
         for option in action.option_strings:
             if option.startswith("--"):
                 values = tuple(map(str, action.choices or ()))
-                flags.append(Flag(option[2:], _first_sentence(action.help or ""), values, action.nargs != 0))
+                flags.append(Flag(option[2:], _first_sentence(action.help or ""), values))
     return flags
 
 
@@ -125,168 +117,90 @@ def _first_sentence(text: str) -> str:
     return re.split(r"[.;:] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
 
 
-BASH = """\
-# Completion of openrlhf for bash, printed by `openrlhf completion bash`.
-_openrlhf() {{
-    local IFS=$' \t\n' found="" other="" name
-    local word=${{COMP_WORDS[COMP_CWORD]}} flag=${{COMP_WORDS[COMP_CWORD-1]}}
-    local line="${{COMP_WORDS[*]:1:COMP_CWORD-1}}"
-    [[ $word == "=" ]] && word=""
-    [[ $flag == "=" ]] && flag=${{COMP_WORDS[COMP_CWORD-2]}}
-    case $line in
-{words}
-    esac
-    for name in "${{COMP_WORDS[@]:2:COMP_CWORD-2}}"; do
-        case $name in
-            {training}) other=$name ;;
-        esac
-    done
-    case ${{COMP_WORDS[1]}} in
-        {like_ppo}) : ${{other:=ppo}} ;;
-    esac
-    for name in "${{COMP_WORDS[1]}}" $other; do
-        if [[ $word == -* ]]; then
-            case $name in
-{flags}
-            esac
-        else
-            case "$name $flag" in
-{values}
-            esac
-        fi
-    done
-    COMPREPLY=($(compgen -W "$found" -- "$word"))
-}}
-complete -o default -F _openrlhf openrlhf
+FIND = """\
+BEGIN { FS = "\t" }
+NR == 1 {
+    line = $0
+    count = split(line, words, " ")
+    flag = words[count] == "=" ? words[count - 1] : words[count]
+    for (i = 2; i <= count; i++) if (index(" TRAINED ", " " words[i] " ")) other = words[i]
+    if (other == "" && index(" LIKE_PPO ", " " words[1] " ")) other = "ppo"
+    next
+}
+NR == 2 { word = $0 == "=" ? "" : $0; next }
+$2 !~ /^--/ { if ($1 == line) print $2 FS $3; next }
+$1 != words[1] && $1 != other { next }
+word ~ /^-/ { print $2 FS $3; next }
+$2 == flag { count = split($4, values, " "); for (i = 1; i <= count; i++) print values[i] }
 """
+"""Program of awk. It reads the words behind `openrlhf`, the word to complete, and the lines of `table`, and
+prints what the word may be, each with its summary behind a tab."""
 
-
-def bash(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> str:
-    """Returns the script for bash 3.2 and later. If it finds nothing, bash completes names of files."""
-    spelled = {name: [f"--{flag.name}" for flag in found] for name, found in flags.items()}
-    return BASH.format(
-        words="\n".join(
-            f'        "{line}") found={shlex.quote(" ".join(words))} ;;'
-            for line, words in {"": commands, **WORDS}.items()
-        ),
-        training="|".join(TRAINED),
-        like_ppo="|".join(LIKE_PPO),
-        flags="\n".join(
-            f'                {name}) found="$found {" ".join(words)}" ;;' for name, words in spelled.items()
-        ),
-        values="\n".join(
-            f"                {pattern}) found={shlex.quote(' '.join(values))} ;;"
-            for pattern, values in _cases(flags)
-        ),
-    )
-
-
-ZSH = """\
-#compdef openrlhf
+SCRIPTS = {
+    "bash": r"""# Completion of openrlhf for bash, printed by `openrlhf completion bash`.
+_openrlhf() {
+    local IFS=$' \t\n' word=${COMP_WORDS[COMP_CWORD]} found
+    found=$(printf '%s\n' "${COMP_WORDS[*]:1:COMP_CWORD-1}" "$word" TABLE | awk FIND)
+    [[ $word == "=" ]] && word=""
+    COMPREPLY=($(compgen -W "$(cut -f 1 <<< "$found")" -- "$word"))
+}
+complete -o default -F _openrlhf openrlhf
+""",
+    "zsh": r"""#compdef openrlhf
 # Completion of openrlhf for zsh, printed by `openrlhf completion zsh`.
-_openrlhf() {{
+_openrlhf() {
+    local line="$words[2,CURRENT-1]"
     local -a found
-    local flag=$words[CURRENT-1] line="$words[2,CURRENT-1]" other="" name
-    case $line in
-        "") found=({commands}); _describe command found; return ;;
-{words}
-    esac
-    for name in $words[3,CURRENT-1]; do
-        case $name in
-            {training}) other=$name ;;
-        esac
-    done
-    case $words[2] in
-        {like_ppo}) : ${{other:=ppo}} ;;
-    esac
     if [[ $PREFIX == --*=* ]]; then
-        flag=${{PREFIX%%=*}}
+        line+=" ${PREFIX%%=*}"
         compset -P "*="
-    elif [[ $PREFIX == -* ]]; then
-        for name in $words[2] $other; do
-            case $name in
-{flags}
-            esac
-        done
-        _describe -o flag found
-        return
     fi
-    for name in $words[2] $other; do
-        case "$name $flag" in
-{values}
-        esac
-    done
-    compadd -a found || _files
-}}
+    found=(${(f)"$(printf '%s\n' "$line" "$PREFIX" TABLE | awk FIND)"})
+    found=(${found/$'\t'/:})
+    (( $#found )) && _describe word found || _files
+}
 if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
     _openrlhf "$@"
 else
     compdef _openrlhf openrlhf
 fi
-"""
-
-
-def zsh(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> str:
-    """Returns the script for zsh, which also describes commands and flags."""
-    described = {
-        name: " ".join(shlex.quote(f"--{flag.name}:{flag.summary}") for flag in found)
-        for name, found in flags.items()
-    }
-    return ZSH.format(
-        commands=" ".join(shlex.quote(f"{name}:{summary}") for name, summary in commands.items()),
-        words="\n".join(f'        "{line}") found=({" ".join(words)}) ;;' for line, words in WORDS.items()),
-        training="|".join(TRAINED),
-        like_ppo="|".join(LIKE_PPO),
-        flags="\n".join(f"                {name}) found+=({words}) ;;" for name, words in described.items()),
-        values="\n".join(
-            f"            {pattern}) found=({' '.join(values)}) ;;" for pattern, values in _cases(flags)
-        ),
-    )
-
-
-def _cases(flags: Mapping[str, Sequence[Flag]]) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Yields (pattern, values): the pattern of a shell's `case` that matches `COMMAND --FLAG` for all flags
-    with these values."""
-    patterns = defaultdict(list)
-    for name, found in flags.items():
-        for flag in found:
-            if flag.values:
-                patterns[flag.values].append(f'"{name} --{flag.name}"')
-    for values, names in patterns.items():
-        yield "|".join(names), values
-
-
-FISH = """\
-# Completion of openrlhf for fish, printed by `openrlhf completion fish`.
-function __openrlhf_takes_flags_of
-    __fish_seen_subcommand_from $argv; and return
-    contains ppo $argv; and __fish_seen_subcommand_from {like_ppo}
-    and not __fish_seen_subcommand_from {training}
+""",
+    "fish": r"""# Completion of openrlhf for fish, printed by `openrlhf completion fish`.
+function __openrlhf_found
+    set -l line (commandline -opc)[2..]
+    set -l word (commandline -ct)
+    if string match -q -- '--*=*' $word
+        set -f flag (string split -m 1 -- = $word)[1]
+        set line $line $flag
+        set word (string replace -r '^[^=]*=' '' -- $word)
+    end
+    set -l found (printf '%s\n' "$line" "$word" TABLE | awk FIND)
+    set -q found[1]; or set found (__fish_complete_path $word)
+    set -q flag; and set found $flag=$found
+    string join \n -- $found
 end
-"""
+complete -c openrlhf -f -a '(__openrlhf_found)'
+""",
+}
+"""Shell -> its script. It takes TABLE, and lets FIND choose. If that finds nothing, it completes names of
+files."""
 
 
-def fish(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> str:
-    """Returns the script for fish, which also describes commands and flags."""
-    lines = [FISH.format(like_ppo=" ".join(LIKE_PPO), training=" ".join(TRAINED))]
-    for name, summary in commands.items():
-        lines.append(f"complete -c openrlhf -f -n __fish_use_subcommand -a {name} -d {shlex.quote(summary)}")
-    for line, words in WORDS.items():
-        so_far = line.split()
-        seen = "__fish_seen_subcommand_from"
-        is_here = f"{seen} {so_far[-1]}; and not {seen} {' '.join(words)}"
-        lines.append(f"complete -c openrlhf -n {shlex.quote(is_here)} -a {shlex.quote(' '.join(words))}")
-    owners = defaultdict(list)
-    for name, found in flags.items():
-        for flag in found:
-            owners[flag].append(name)
-    for flag, names in owners.items():
-        condition = shlex.quote(f"__openrlhf_takes_flags_of {' '.join(names)}")
-        value = f" -x -a {shlex.quote(' '.join(flag.values))}" if flag.values else " -r" * flag.takes_value
-        lines.append(
-            f"complete -c openrlhf -n {condition} -l {flag.name}{value} -d {shlex.quote(flag.summary)}"
-        )
-    return "\n".join(lines) + "\n"
+def script(shell: str) -> str:
+    """Returns the script for a shell. zsh and fish show the summaries, too."""
+    program = FIND.replace("TRAINED", " ".join(TRAINED)).replace("LIKE_PPO", " ".join(LIKE_PPO))
+    text = SCRIPTS[shell].replace("FIND", shlex.quote(program))
+    return text.replace("TABLE", shlex.quote("\n".join(table())))
+
+
+def table() -> Iterator[str]:
+    """Yields lines of the words so far, the next word, its summary; and lines of a command, its flag, the
+    flag's summary and values. Tabs are between them."""
+    commands = {name: summary for name, (_, summary) in COMMANDS.items()}
+    for line, words in {"": commands, **WORDS}.items():
+        yield from (f"{line}\t{word}\t{commands[word] if line == '' else ''}" for word in words)
+    for name, flags in flags_of_commands().items():
+        yield from (f"{name}\t--{flag.name}\t{flag.summary}\t{' '.join(flag.values)}" for flag in flags)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,9 @@
 """Process reward models: `python -m openrlhf.cli.train_prm`, or the same under torchrun or deepspeed."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from openrlhf.config.supervised_commands import PRM
-from openrlhf.loop.supervised import command
+from openrlhf.loop.supervised.command import entry_point
 
-if TYPE_CHECKING:
-    from openrlhf.loop.supervised.prm import ProcessRewardTask
-
-
-def load_task() -> "type[ProcessRewardTask]":
-    from openrlhf.loop.supervised.prm import ProcessRewardTask
-
-    return ProcessRewardTask
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    command.main(PRM, load_task, argv)
-
+load_task, main = entry_point(PRM, "openrlhf.loop.supervised.prm:ProcessRewardTask")
 
 if __name__ == "__main__":
     main()

@@ -255,15 +255,15 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
     if template is None or key not in explicit or config.data.apply_chat_template:
         return
     try:
-        has_place = template.format("<prompt>") != template.format("")
+        num_places = template.format("\0").count("\0")
     except (KeyError, IndexError, ValueError):
-        text = "must have one {} for the prompt; write every other brace twice: {{ }}"
-        yield Problem(key, text, ErrorCode.INVALID_VALUE)
-        return
-    if not has_place:
+        num_places = -1
+    text = "must have one {} for the prompt; write every other brace twice: {{ }}"
+    if num_places == 0:
         text = "has no {} where the prompt goes; use None for the prompt alone"
         if os.path.isfile(template):
             text = 'is the name of a file, and the flag takes the text itself; in bash write "$(cat FILE)"'
+    if num_places != 1:
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
     elif "\\n" in template:
         yield remark(key, IN_BASH)

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -176,15 +176,11 @@ def suggest(name: str, command: Command) -> list[str]:
     named = OTHER_NAMES.get(name) or OTHER_NAMES.get(name.rpartition(".")[2], "")
     if meant := [key for key in named.split("|") if key in fields]:
         return meant[:1]
-    scores: dict[str, float] = {}
-    matcher = SequenceMatcher(autojunk=False)
-    matcher.set_seq2(name)
+    keys: dict[str, list[str]] = {}
     for key, spelling in _spellings(command, flat="." not in name):
-        matcher.set_seq1(spelling)
-        bounds = matcher.real_quick_ratio, matcher.quick_ratio  # quick, and never below the ratio
-        if all(bound() > 0.6 for bound in bounds) and (score := matcher.ratio()) > 0.6:
-            scores[key] = max(score, scores.get(key, 0))
-    return sorted(scores, key=lambda key: -scores[key])[:3]
+        keys.setdefault(spelling, []).append(key)
+    near = get_close_matches(name, keys, n=len(keys))
+    return list(dict.fromkeys(key for spelling in near for key in keys[spelling]))[:3]
 
 
 def _spellings(command: Command, *, flat: bool) -> list[tuple[str, str]]:

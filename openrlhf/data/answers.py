@@ -56,19 +56,11 @@ class AnswerColumns:
 
     @classmethod
     def of(cls, template: PromptTemplate, input_key: str, output_key: str | None, **options: Any) -> Self:
-        """Reads one answer: the column `output_key`, or without one the last message of `input_key`. Raises
-        UsageError if neither flag says which column or message is the answer."""
+        """Reads one answer: the column `output_key`, or without one the last message of `input_key`."""
         if output_key is not None:
             remedy = "name a column with whole conversations by --data.input_key, without --data.output_key."
             keys = {"prompt_key": input_key, "answer_keys": (output_key,), "remedy": remedy}
             return cls(template=template, **keys, **options)
-        if not template.apply_chat_template:
-            raise UsageError(
-                ErrorCode.MISSING_FLAG,
-                "not set, so there is no response to learn. Name its column; for conversations add\n"
-                "--data.apply_chat_template, for plain text --model.pretrain_mode_enable.",
-                flag="--data.output_key",
-            )
         return cls(template=template, prompt_key=None, answer_keys=(input_key,), **options)
 
     def __call__(self, row: Row) -> tuple[Text, ...]:

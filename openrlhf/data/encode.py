@@ -85,7 +85,7 @@ def build_samples(
                 continue
             longest = max(len(token_ids) for token_ids, _ in tokens)
             if not isinstance(samples, Skip) and images is not None:
-                patch = images.tokens.layout.patch
+                patch = images.layout.patch
                 if any(patch in token_ids[max_len:] for token_ids, _ in tokens):
                     samples = Skip(CUT_IMAGE, longest)
             if isinstance(samples, Skip):

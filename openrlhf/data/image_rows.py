@@ -19,7 +19,7 @@ from openrlhf.data.sources import Rows
 from openrlhf.data.templates import Message, render_messages
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.hub import model_folder
-from openrlhf.text import IMAGE_TAG, image_layout, patch_counts
+from openrlhf.text import IMAGE_TAG, ImageLayout, image_layout, patch_counts
 from openrlhf.types import Image
 
 PART = {"type": "image"}
@@ -27,42 +27,19 @@ PART = {"type": "image"}
 IMAGES_FLAG = "--data.max_images_per_prompt"
 
 
-class ImageTokens:
-    """The tokens of a model's images: the chat template writes one placeholder, which the processor
-    expands."""
-
-    def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises UsageError if the chat template renders no images, or the processor expands them in an
-        unsupported way."""
-        self._processor = processor
-        _check_template(tokenizer, processor.image_token)
-        try:
-            self.layout = image_layout(processor)
-        except ValueError as reason:
-            raise UsageError(
-                ErrorCode.UNSUPPORTED,
-                f"{reason}.\nOther processors are not supported. Use a model of Qwen's or Gemma's families.",
-                flag=IMAGES_FLAG,
-            ) from reason
-
-    @property
-    def settings(self) -> str:
-        """Settings of the image processor, as JSON, on which the number of tokens depends."""
-        return self._processor.image_processor.to_json_string()
-
-    def counts(self, headers: Sequence[ImageHeader]) -> list[int]:
-        """Returns the number of tokens of each image."""
-        return (
-            patch_counts(self._processor, [(header.height, header.width) for header in headers])
-            if headers
-            else []
-        )
-
-    def expand(self, tokens: Tokens, counts: Sequence[int]) -> Tokens:
-        """Replaces each placeholder by the tokens of its image, none of which is learned."""
-        token_ids, learned = tokens
-        whole, places = self.layout.expanded(token_ids, counts)
-        return whole, [place >= 0 and learned[place] for place in places]
+def find_layout(processor: Any, tokenizer: PreTrainedTokenizerBase) -> ImageLayout:
+    """Returns the tokens of a model's images: the chat template writes one placeholder, which the processor
+    expands. Raises UsageError if the chat template renders no images, or the processor expands them in an
+    unsupported way."""
+    _check_template(tokenizer, processor.image_token)
+    try:
+        return image_layout(processor)
+    except ValueError as reason:
+        raise UsageError(
+            ErrorCode.UNSUPPORTED,
+            f"{reason}.\nOther processors are not supported. Use a model of Qwen's or Gemma's families.",
+            flag=IMAGES_FLAG,
+        ) from reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,20 +51,24 @@ class ImageColumn:
     root: str | None
     """Folder of image paths. None: the folder of each file of rows."""
     hosts: tuple[str, ...]
-    tokens: ImageTokens
+    processor: Any
+    layout: ImageLayout
+    """Tokens of the model's images."""
 
     @classmethod
     def of(cls, data: Any, path: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> "ImageColumn | None":
         """Builds the column from the flags `data`, for the model at `path`, named by `flag`; None where rows
         have no images."""
-        if not data.max_images_per_prompt:
+        if not data.reads_images:
             return None
+        processor = load_processor(path, flag)
         return cls(
             key=data.image_key,
             max_images=data.max_images_per_prompt,
             root=data.image_root,
             hosts=data.image_hosts or (),
-            tokens=ImageTokens(load_processor(path, flag), tokenizer),
+            processor=processor,
+            layout=find_layout(processor, tokenizer),
         )
 
     def values(self, row: Row) -> list[Any]:
@@ -117,17 +98,24 @@ class ImageColumn:
         """Expands the placeholders in each text of a row; each text shows all images of the row. Raises
         BadRow if a text's placeholders do not match the number of images, or the processor refuses an
         image."""
+        sizes = [(header.height, header.width) for header in headers]
         try:
-            counts = self.tokens.counts(headers)
+            counts = patch_counts(self.processor, sizes) if sizes else []
         except ValueError as refusal:  # raised for an image's shape
             raise BadRow(f"column {self.key!r}: the processor refuses an image: {refusal}.") from refusal
         for token_ids, _ in texts:
-            found = token_ids.count(self.tokens.layout.placeholder)
+            found = token_ids.count(self.layout.placeholder)
             if found != len(counts):
                 raise BadRow(
                     f"the text has {found} image placeholders, and the row has {len(counts)} images."
                 )
-        return [self.tokens.expand(text, counts) for text in texts]
+        return [self._expanded(text, counts) for text in texts]
+
+    def _expanded(self, text: Tokens, counts: Sequence[int]) -> Tokens:
+        """Replaces each placeholder by the tokens of its image, none of which is learned."""
+        token_ids, learned = text
+        whole, places = self.layout.expanded(token_ids, counts)
+        return whole, [place >= 0 and learned[place] for place in places]
 
     def reader(self, rows: Rows) -> Callable[[int], tuple[Image, ...]]:
         """Returns a function from a row number to its images, which are read from their source."""
@@ -143,7 +131,8 @@ class ImageColumn:
         """Returns a digest that changes with the processor's settings and with any image: its name, the size
         of its file, or the time of its last change."""
         images = [self._identities(rows, i) for i in range(len(rows))]
-        return digest([self.key, self.max_images, self.tokens.settings, images])
+        settings = self.processor.image_processor.to_json_string()
+        return digest([self.key, self.max_images, settings, images])
 
     def _identities(self, rows: Rows, i: int) -> list[Any]:
         try:

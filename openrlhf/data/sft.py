@@ -14,7 +14,6 @@ from openrlhf.data.sources import Rows
 from openrlhf.data.store import SampleStore, Skip
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.data.verify_answers import CHECKED, check_learned
-from openrlhf.errors import ErrorCode, UsageError
 
 
 def build_sft_samples(
@@ -56,9 +55,6 @@ def build_sft_samples(
     Raises UsageError for a bad row (see `read_each`), such as one with an assistant turn that the template
     renders differently once other messages follow, and when no sample is left.
     """
-    if multiturn and not pretrain and not apply_chat_template:
-        text = "needs the chat template, which marks the turns. Add --data.apply_chat_template."
-        raise UsageError(ErrorCode.CONFLICT, text, flag="--data.multiturn")
     store = SampleStore()
     columns = None
     if not pretrain:

@@ -412,11 +412,7 @@ def whole_part(part: int, rows: int) -> np.ndarray:
 
 
 def interleaved(items: Sequence[np.ndarray], probs: str, flag: str, seed: int) -> np.ndarray:
-    prob_flag = flag.replace("prompt_dataset", "prompt_probs").replace(".dataset", ".dataset_probs")
-    try:
-        values = parse_probabilities(probs, len(items), flag.removeprefix("--"))
-    except ValueError as error:
-        raise UsageError(ErrorCode.INVALID_VALUE, f"{error}.", flag=prob_flag, value=probs) from error
+    values = parse_probabilities(probs, len(items), flag.removeprefix("--"))
     tables = [datasets.Dataset.from_dict({"part": item[:, 0], "row": item[:, 1]}) for item in items]
     mixed = datasets.interleave_datasets(
         tables, probabilities=values, seed=seed, stopping_strategy="all_exhausted"

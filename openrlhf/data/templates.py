@@ -50,8 +50,7 @@ class PromptTemplate:
     """Text with one `{}` for the prompt; None: the prompt alone."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError if the tokenizer lacks the requested chat template, or `input_template` does
-        not hold exactly one `{}`."""
+        """Raises UsageError if the tokenizer lacks the requested chat template."""
         if self.apply_chat_template and not self.tokenizer.chat_template:
             raise UsageError(
                 ErrorCode.CHAT_TEMPLATE,
@@ -64,20 +63,6 @@ class PromptTemplate:
             if "strftime_now" in str(self.tokenizer.chat_template):
                 day = f"the date, {Calendar.today}: the day on which the run started, also once resumed"
                 notify_once(f"note: the chat template writes {day}")
-        if self.input_template is None:
-            return
-        try:
-            has_place = self.input_template.format("\0").count("\0") == 1
-        except (IndexError, KeyError, ValueError):
-            has_place = False
-        if not has_place:
-            raise UsageError(
-                ErrorCode.INVALID_VALUE,
-                "must have exactly one {}, where the prompt goes.\n"
-                "Write every other brace twice: \\boxed{{}}.",
-                flag="--data.input_template",
-                value=repr(self.input_template),
-            )
 
     def __call__(self, value: str | Sequence[Message], tools: Tools | None = None) -> str:
         """Renders a prompt. With a chat template a text is one user message, a list of messages is used as it

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from openrlhf.algorithms.mismatch import PROBE
 from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, build_run_probe, check_stored
@@ -112,18 +112,15 @@ class LocalRollout(LocalEngine):
         self._end_loop()
 
 
-RolloutT = TypeVar("RolloutT")
+@dataclass
+class LocalRoles:
+    """The models of a run, without engines. A role that the run does not have is None."""
 
-
-@dataclass(kw_only=True)
-class LocalRoles(Generic[RolloutT]):
-    """Engine and models of a run. A role that the run does not have is None."""
-
-    rollout: RolloutT
     policy: PolicyRanks
     critic: CriticRanks | None = None
     reference: FrozenRanks | AdapterDisabledReference | None = None
     teacher: FrozenRanks | None = None
+    rollout: NoEngines = field(default_factory=NoEngines)
 
     def peak_memory(self) -> Gathered[Metrics]:
         """Returns no metrics, because one process with all models needs other memory than the run's."""
@@ -131,11 +128,11 @@ class LocalRoles(Generic[RolloutT]):
 
 
 def start_local_roles(
-    config: PPOConfig, updates: int, critic_updates: int, texts: SampleStore | None, rollout: RolloutT
-) -> LocalRoles[RolloutT]:
+    config: PPOConfig, updates: int, critic_updates: int, texts: SampleStore | None = None
+) -> LocalRoles:
     """Loads the models. `updates`, `critic_updates`: optimizer steps of the whole run, which determine the
     schedules of learning rates. `texts`: pre-training texts of PPO-ptx."""
-    roles = LocalRoles(rollout=rollout, policy=PolicyRanks(config, InProcess()))
+    roles = LocalRoles(PolicyRanks(config, InProcess()))
     roles.policy.start(updates, texts).result()
     if config.uses_critic:
         roles.critic = CriticRanks(config, InProcess())

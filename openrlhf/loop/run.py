@@ -50,7 +50,7 @@ from openrlhf.data.prompts import encode_prompts
 from openrlhf.errors import ErrorCode, UsageError, notify, notify_once
 from openrlhf.hub import choose_hub
 from openrlhf.loop.lanes import Lanes, Result, wait_for_value
-from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollout
+from openrlhf.loop.local import start_local_roles, start_local_rollout
 from openrlhf.loop.restarts import own_program, restart_after
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.loop.verb_arguments import (
@@ -183,7 +183,7 @@ class Run:
         else:
             _local.add(id(self))
             held.callback(self._leave)
-            self._roles = start_local_roles(self.config, steps, steps, None, NoEngines())
+            self._roles = start_local_roles(self.config, steps, steps)
             self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
             held.callback(self._rollout.close)
             self._lanes = Lanes()

@@ -25,8 +25,8 @@ import re
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +111,8 @@ class Progress(AbstractContextManager["Progress"]):
         self._phases: list[Phase] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._clock = StepClock(now=now())
-        self._pending = PendingSteps()
+        self._pending: list[tuple[int, Metrics, Mapping[str, float]]] = []
+        """Number, metrics and seconds by phase of each step that is not printed yet."""
         self._last_report = now()
         self._unexplained = dict(LEGEND)
         self._bars: TerminalBars | None = None
@@ -157,15 +158,14 @@ class Progress(AbstractContextManager["Progress"]):
         total = self._clock.finish(step, self._now())
         with self._lock:
             seconds, self._seconds = self._seconds | {"step_total": total}, defaultdict(float)
-        timing = {f"timing/{name}": value for name, value in seconds.items()}
         if self._show:
             with self._lock:
-                self._pending.add(step, metrics, timing)
+                self._pending.append((step, dict(metrics), seconds))
             if self._is_line_due(metrics):
                 self._print_steps()
             if self._bars:
                 self._bars.step(step, self._clock.eta())
-        return timing
+        return {f"timing/{name}": value for name, value in seconds.items()}
 
     def message(self, text: str) -> None:
         """Prints a line above the bars, after the line of pending steps. Removes control characters from
@@ -192,19 +192,20 @@ class Progress(AbstractContextManager["Progress"]):
     def _print_steps(self) -> None:
         """Prints one line for all pending steps."""
         with self._lock:
-            pending, self._pending = self._pending, PendingSteps()
-        if not pending.count:
+            pending, self._pending = self._pending, []
+        if not pending:
             return
+        numbers, metrics, seconds = zip(*pending, strict=True)
         of_total = f"/{self._clock.total}" if self._clock.total else ""
-        steps = f" ({pending.count} steps)" if pending.count > 1 else ""
-        chosen = self._chosen(pending.means())
+        steps = f" ({len(pending)} steps)" if len(pending) > 1 else ""
+        chosen = self._chosen({name: sum(values) / len(values) for name, values in _by_name(metrics).items()})
         figures = [f"{name} {format_number(value)}" for name, value in chosen]
-        durations = {name: format_duration(s) for name, s in pending.seconds().items()}
-        total = durations.pop("step_total")
-        phases = " + ".join(f"{name} {text}" for name, text in durations.items())
+        each = {name: format_duration(sum(s) / len(pending)) for name, s in _by_name(seconds).items()}
+        total = each.pop("step_total")
+        phases = " + ".join(f"{name} {text}" for name, text in each.items())
         eta = self._clock.eta()
         left = f"eta {format_duration(eta)}" if eta else ""
-        parts = [f"step {pending.last}{of_total}{steps}", *figures, phases, f"total {total}", left]
+        parts = [f"step {numbers[-1]}{of_total}{steps}", *figures, phases, f"total {total}", left]
         self._print("  ".join(filter(None, parts)))
         meanings = {label: self._unexplained.pop(label, "") for label, _ in chosen}
         if legend := "; ".join(f"{label}: {meaning}" for label, meaning in meanings.items() if meaning):
@@ -283,30 +284,12 @@ class Phase:
         )
 
 
-class PendingSteps:
-    """Accumulates the metrics of steps that are not printed yet."""
-
-    def __init__(self) -> None:
-        self.count = self.last = 0
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._counts: Counter[str] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-
-    def add(self, step: int, metrics: "Metrics", timing: "Metrics") -> None:
-        self.count, self.last = self.count + 1, step
-        for name, value in metrics.items():
-            self._sums[name] += value
-            self._counts[name] += 1
-        for name, value in timing.items():
-            self._seconds[name.removeprefix("timing/")] += value
-
-    def means(self) -> "Metrics":
-        """Returns the mean of each metric over the steps that report it."""
-        return {name: total / self._counts[name] for name, total in self._sums.items()}
-
-    def seconds(self) -> "Metrics":
-        """Returns the mean seconds per step of each phase."""
-        return {name: total / self.count for name, total in self._seconds.items()}
+def _by_name(steps: "Iterable[Metrics]") -> dict[str, list[float]]:
+    """Returns the values of each metric in the steps that report it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in (item for step in steps for item in step.items()):
+        values[name].append(value)
+    return values
 
 
 class StepClock:

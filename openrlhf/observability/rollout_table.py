@@ -21,7 +21,7 @@ The routing of experts is not stored. Lone surrogates, which UTF-8 cannot encode
 kept in labels."""
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -209,26 +209,19 @@ def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
         name: [getattr(t, name) for t in trajectories] for name in ARRAYS.names if name != "action_ranges"
     }
     parts["action_ranges"] = [_ranges(t.action_mask) for t in trajectories]
-    return {f.name: _lists(parts[f.name], f.type.value_type) for f in ARRAYS}
+    return {f.name: _lists(parts[f.name], f.type) for f in ARRAYS}
 
 
 def _kept(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
-    missing = np.array([t.kept is None for t in trajectories], bool)
-    sets = [t.kept or Nuclei.for_all_tokens(0) for t in trajectories]
-    columns = {}
-    for field in KEPT:
-        parts = [getattr(kept, field.name.removeprefix("kept_")) for kept in sets]
-        columns[field.name] = _cut(_joined(parts, field.type.value_type), [len(p) for p in parts], missing)
-    return columns
+    names = {field.name: field.name.removeprefix("kept_") for field in KEPT}
+    parts = {name: [t.kept and getattr(t.kept, own) for t in trajectories] for name, own in names.items()}
+    return {field.name: _lists(parts[field.name], field.type) for field in KEPT}
 
 
 def _likely(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
-    missing = np.array([t.likely is None for t in trajectories], bool)
-    tokens = [np.empty(0, LIKELY) if t.likely is None else t.likely.ravel() for t in trajectories]
+    tokens = [t.likely for t in trajectories]
     return {
-        field.name: _cut(
-            _joined([part[name] for part in tokens], field.type.value_type), [*map(len, tokens)], missing
-        )
+        field.name: _lists([None if t is None else t[name].ravel() for t in tokens], field.type)
         for field, name in zip(LIKELY_TOKENS, not_none(LIKELY.names), strict=True)
     }
 
@@ -240,42 +233,28 @@ def _ranges(mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(bordered[1:] != bordered[:-1]).reshape(-1, 2)
 
 
-def _lists(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.ListArray:
-    """Builds a list array with one list per part. Parts of shape (R, 2) become lists of structs."""
-    sizes = [len(part) for part in parts]
-    if not pa.types.is_struct(value_type):
-        return _cut(_joined(parts, value_type), sizes)
-    columns = [_joined([p[:, i] for p in parts], f.type) for i, f in enumerate(value_type)]
-    return _cut(pa.StructArray.from_arrays(columns, fields=list(value_type)), sizes)
-
-
-def _joined(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.Array:
-    dtype = value_type.to_pandas_dtype()
-    return pa.array(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False), value_type)
-
-
-def _cut(
-    values: pa.Array, sizes: Sequence[int] | np.ndarray, missing: np.ndarray | None = None
-) -> pa.ListArray:
-    offsets = np.cumsum([0, *sizes], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, values, mask=None if missing is None else pa.array(missing))
+def _lists(parts: Sequence[Any], type_: pa.ListType) -> pa.Array:
+    """Builds a column with one list per part, null for None. Parts of shape (R, 2) become lists of
+    structs."""
+    is_pairs = pa.types.is_struct(type_.value_type)
+    return pa.array([[*map(tuple, part)] for part in parts] if is_pairs else parts, type_)
 
 
 def _trained(is_ok: Sequence[bool], batch: Batch, visits: Visits) -> dict[str, pa.Array]:
     """Returns the columns of the training step. They are null for failed samples."""
-    missing = ~np.array(is_ok, bool)
-    sizes = np.zeros(len(missing), np.int64)
-    sizes[~missing] = batch.num_actions
+
+    def spread(of_finished: Iterable[Any]) -> list[Any]:
+        left = iter(of_finished)
+        return [next(left) if ok else None for ok in is_ok]
+
+    borders = batch.num_actions.cumsum()[:-1]
     columns = {
-        name: _cut(_joined([values], pa.float32()), sizes, missing)
+        name: _lists(spread(np.split(values, borders)), _FLOATS)
         for name in OF_ACTIONS
         if (values := getattr(batch, name)) is not None
     }
-    of_finished = iter(visits)
-    of_rows = [next(of_finished) if ok else None for ok in is_ok]
     for i, name in enumerate(("optimizer_steps", "ranks")):
-        lists = [None if visited is None else [visit[i] for visit in visited] for visited in of_rows]
-        columns[name] = pa.array(lists, pa.list_(_INT))
+        columns[name] = _lists(spread([visit[i] for visit in own] for own in visits), pa.list_(_INT))
     return columns
 
 

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.checkpoint.start import check_output, check_places, continuing
@@ -25,7 +27,13 @@ if TYPE_CHECKING:
     """Imports the task of a command."""
 
 
-def main(command: Command, load: "TaskLoader", argv: Sequence[str] | None) -> None:
+def entry_point(command: Command, task: str) -> tuple["TaskLoader", Callable[..., None]]:
+    """Returns the loader of a command's task, `module:NAME`, and the command's `main`."""
+    load = partial(resolve_name, task)
+    return load, partial(main, command, load)
+
+
+def main(command: Command, load: "TaskLoader", argv: Sequence[str] | None = None) -> None:
     """Runs a supervised command from its command line."""
     argv = sys.argv[1:] if argv is None else argv
     with short_errors():

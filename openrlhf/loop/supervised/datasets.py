@@ -27,48 +27,25 @@ from openrlhf.user_file import split
 
 def build_datasets(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[Samples, Samples | None]:
     """Builds the training set and the evaluation set; the latter is None without evaluation."""
-    evaluation = task.config.eval
-    train_set = build_train_set(task, tokenizer)
+    evaluation, train_set = task.config.eval, build_train_set(task, tokenizer)
     if not evaluation.dataset:
         return train_set, None
-    return train_set, build_dataset(
-        task,
-        tokenizer,
-        evaluation.dataset,
-        flag="--eval.dataset",
-        split=evaluation.split,
-        max_samples=evaluation.max_samples,
-    )
+    mix = {"split": evaluation.split, "probs": None, "max_samples": evaluation.max_samples}
+    return train_set, _build_dataset(task, tokenizer, evaluation.dataset, "--eval.dataset", mix)
 
 
 def build_train_set(task: Task, tokenizer: PreTrainedTokenizerBase) -> Samples:
     data = task.config.data
-    return build_dataset(
-        task,
-        tokenizer,
-        data.dataset,
-        flag="--data.dataset",
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-    )
+    mix = {"split": data.dataset_split, "probs": data.dataset_probs, "max_samples": data.max_samples}
+    return _build_dataset(task, tokenizer, data.dataset, "--data.dataset", mix)
 
 
-def build_dataset(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    spec: str,
-    *,
-    flag: str,
-    split: str,
-    probs: str | None = None,
-    max_samples: int | None = None,
+def _build_dataset(
+    task: Task, tokenizer: PreTrainedTokenizerBase, spec: str, flag: str, mix: Mapping[str, Any]
 ) -> Samples:
     """Builds a dataset, or reads it from the data cache. Raises UsageError for sequences that a model cannot
-    read: longer than its maximum length, or with a token without an embedding."""
-    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
-
-    dataset = tokenise(task, tokenizer, spec, flag, mix)
+    read: longer than its maximum length, or with a token without an embedding. `mix`: see `tokenise`."""
+    dataset = tokenise(task, tokenizer, spec, flag, {**mix, "seed": task.config.train.seed})
     log_skipped(dataset, flag, min(find_max_lengths(task).values(), default=None))
     check_lengths(task, dataset.sequence_lengths, flag)
     check_embeddings(task, tokenizer, dataset.arrays()["token_ids"], flag)
@@ -112,10 +89,7 @@ def find_max_lengths(task: Task) -> dict[str, int]:
 
 def images_of(task: Task, tokenizer: PreTrainedTokenizerBase) -> ImageColumn | None:
     """Returns the image column of the rows; None without one."""
-    config = task.config
-    if not config.data.reads_images:
-        return None
-    return ImageColumn.of(config.data, config.model.model_name_or_path, MODEL_FLAG, tokenizer)
+    return ImageColumn.of(task.config.data, task.config.model.model_name_or_path, MODEL_FLAG, tokenizer)
 
 
 def tokenise(

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 class KTOTask(ComparedTask[KTOConfig]):
     command = KTO
+    row_type = UnpairedRow
 
     def builder(self) -> partial:
         return self.bound(build_unpaired, seed=self.config.train.seed)
-
-    def collate(self, items: list) -> UnpairedRow:
-        return UnpairedRow.of(items)
 
     def objective(self, run: "SupervisedRun[KTOConfig]") -> KTOObjective:
         model = self.config.model

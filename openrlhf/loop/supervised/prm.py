@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 class ProcessRewardTask(Task[PRMConfig]):
     command = PRM
+    row_type = StepsRow
     learns_ends = False
 
     def check_models(self) -> None:
@@ -29,9 +30,6 @@ class ProcessRewardTask(Task[PRMConfig]):
 
     def builder(self) -> partial:
         return self.bound(build_steps)
-
-    def collate(self, items: list) -> StepsRow:
-        return StepsRow.of(items)
 
     def load_model(self, tokenizer: PreTrainedTokenizerBase) -> ProcessRewardModel:
         return ProcessRewardModel(self.load_causal_lm())

@@ -28,6 +28,7 @@ no evaluation set."""
 class PairTask(Task[ConfigT]):
     """Task on pairs of answers to one prompt."""
 
+    row_type = PairRow
     score_last_token: ClassVar[bool]
     """True if only the last token of each answer is scored (`build_pairs`)."""
 
@@ -39,9 +40,6 @@ class PairTask(Task[ConfigT]):
     def builder(self) -> partial:
         options = {"score_last_token": self.score_last_token, "margin_key": self.margin_key}
         return self.bound(build_pairs, **options)
-
-    def collate(self, items: list) -> PairRow:
-        return PairRow.of(items)
 
 
 class RewardModelTask(PairTask[RMConfig]):

@@ -90,7 +90,6 @@ class SupervisedRun(Generic[ConfigT]):
             if task.learns_ends:
                 log_stops(config, self.tokenizer, learns=True)
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
-        self.mini_batches = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = config.train.total_steps(len(self.mini_batches))
         self.checkpoints = CheckpointFolder.of(
             config, self._run_fingerprint() if config.ckpt.is_used else None
@@ -110,7 +109,11 @@ class SupervisedRun(Generic[ConfigT]):
                 mesh=self.mesh,
             )
         self.shares_prefixes = self.engine.trains_on_prefixes and not config.data.reads_images
-        self.mini_batches = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
+
+    @property
+    def mini_batches(self) -> MiniBatches[Row]:
+        """The training set in optimizer steps, as far as they are this rank's."""
+        return self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
 
     def _build_model(self) -> RowModel:
         module = self.task.load_model(self.tokenizer)
@@ -154,9 +157,6 @@ class SupervisedRun(Generic[ConfigT]):
         self.train_set = attached(self.train_set)
         if self.eval_set is not None:
             self.eval_set = attached(self.eval_set)
-        self.mini_batches = self.lay_out(
-            self.train_set, batch_size=self.config.train.batch_size, shuffle=True
-        )
 
     def whole(self, dataset: Dataset, most: int | None = None) -> list[Any]:
         """Returns this rank's rows of the whole dataset, or of its first `most` items, as if they were one

@@ -19,6 +19,8 @@ ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 class ResponsesTask(Task[ConfigT]):
     """Task whose loss is on the responses, or on all tokens with model.pretrain_mode_enable."""
 
+    row_type = PackedRow
+
     def __init__(self, config: ConfigT) -> None:
         super().__init__(config)
         self.learns_ends = not config.model.pretrain_mode_enable
@@ -29,9 +31,6 @@ class ResponsesTask(Task[ConfigT]):
             pretrain=self.config.model.pretrain_mode_enable,
             verify=self.config.train.verify_steps > 0,
         )
-
-    def collate(self, items: list) -> PackedRow:
-        return PackedRow.of(items)
 
 
 class SFTTask(ResponsesTask[SFTConfig]):

@@ -26,6 +26,8 @@ class Task(ABC, Generic[ConfigT]):
     """The dataset and objective of one supervised command."""
 
     command: ClassVar[Command]
+    row_type: ClassVar[Any]
+    """The class of packed rows, which `row_type.of` packs of items."""
     learns_ends = True
     """Whether answers are learned with their ends."""
 
@@ -50,9 +52,9 @@ class Task(ABC, Generic[ConfigT]):
         data = {field.name: getattr(self.config.data, field.name) for field in fields(self.config.data)}
         return partial(build, **{n: data[n] for n in signature(build).parameters if n in data}, **options)
 
-    @abstractmethod
     def collate(self, items: list) -> Row:
         """Packs items of the dataset into one row."""
+        return self.row_type.of(items)
 
     def load_model(self, tokenizer: PreTrainedTokenizerBase) -> RowModel:
         """Builds the module to train, not yet on its device. The engine decides where to call it."""

@@ -14,7 +14,6 @@ from openrlhf.api import (
     CheckpointFolder,
     Collector,
     ErrorCode,
-    NoEngines,
     PPOConfig,
     StalenessLimit,
     Step,
@@ -103,7 +102,7 @@ def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int)
     check_one_process(config)
     prompts = len(data.prompts)
     updates, of_critic = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
-    roles = start_local_roles(config, updates, of_critic, data.texts, NoEngines())
+    roles = start_local_roles(config, updates, of_critic, data.texts)
     trainer = build_trainer(config, [], cast(Any, roles), data, checkpoints, found.tag)
     trainer.collector = JournalCollector(source, trainer.collector.staleness_limit, step)
     trainer.total_steps = step

@@ -28,11 +28,10 @@ _openrlhf
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("completion")
-    found = completion.summaries(), completion.flags_of_commands()
     paths = {}
     for shell in ("bash", "zsh", "fish"):
         paths[shell] = folder / f"openrlhf.{shell}"
-        paths[shell].write_text(getattr(completion, shell)(*found))
+        paths[shell].write_text(completion.script(shell))
     return paths
 
 

@@ -17,7 +17,7 @@ from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
 from openrlhf.data import image_rows
 from openrlhf.data.files import REMEDY
-from openrlhf.data.image_rows import ImageColumn, ImageTokens, place_images
+from openrlhf.data.image_rows import ImageColumn, find_layout, place_images
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.data.prompts import build_prompts
@@ -66,7 +66,12 @@ def folder(tmp_path):
 @pytest.fixture
 def column(processor, tokenizer):
     return ImageColumn(
-        key="images", max_images=3, root=None, hosts=(), tokens=ImageTokens(processor, tokenizer)
+        key="images",
+        max_images=3,
+        root=None,
+        hosts=(),
+        processor=processor,
+        layout=find_layout(processor, tokenizer),
     )
 
 
@@ -414,7 +419,7 @@ def test_a_template_that_shows_no_images_is_refused(model, processor):
     ):
         tokenizer.chat_template = template
         with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.max_images_per_prompt", told="<|image_pad|>"):
-            ImageTokens(processor, tokenizer)
+            find_layout(processor, tokenizer)
 
 
 def test_a_model_that_reads_no_images_is_refused(tmp_path, folder):
@@ -436,7 +441,7 @@ def test_a_processor_that_writes_lines_of_an_image_apart_is_refused(processor, t
             return {"input_ids": [[*ids[:2], 0, *ids[2:]]]}
 
     with refused(ErrorCode.UNSUPPORTED, flag="--data.max_images_per_prompt"):
-        ImageTokens(Lines(), tokenizer)
+        find_layout(Lines(), tokenizer)
 
 
 def test_nothing_is_said_of_rows_that_are_fine(folder, tokenizer, column, caplog):

@@ -335,11 +335,6 @@ def test_a_score_needs_an_end_and_an_answer_does_not(chat):
     assert marked(pair.chosen, tokenizer).endswith("⟦33<|end|>⟧" if chat else "⟦33⟧")
 
 
-def test_templates_are_checked_first():
-    with refused(ErrorCode.INVALID_VALUE, flag="--data.input_template", value="'Q'"):
-        build([{}], apply_chat_template=False, input_template="Q")
-
-
 def test_lengths_are_the_tokens_of_both():
     dataset = build([ROW, ROW | {"chosen": "3456"}], **PLAIN)
     assert list(dataset.lengths) == [6 + 3 + 6 + 2, 6 + 5 + 6 + 2]

@@ -147,12 +147,6 @@ def test_input_template(tokenizer):
     assert build([{"input": "hi"}], tokenizer, apply_chat_template=False)[0].text == "hi"
 
 
-@pytest.mark.parametrize("template", ["User: ", "{} and {}", "\\boxed{}: {}", "{name}", "{"])
-def test_an_input_template_needs_one_place(tokenizer, template):
-    with refused(ErrorCode.INVALID_VALUE, flag="--data.input_template", value=repr(template)):
-        build([{"input": "hi"}], tokenizer, apply_chat_template=False, input_template=template)
-
-
 def test_a_tokenizer_without_a_chat_template(tokenizer):
     bare = tiny_tokenizer()
     bare.chat_template = None

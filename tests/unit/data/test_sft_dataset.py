@@ -407,14 +407,6 @@ def test_a_bad_row_of_a_file_is_named_with_its_line(tokenizer, tmp_path):
         build_sft_samples(rows, tokenizer, **OPTIONS)
 
 
-def test_settings_that_do_not_fit_together(tokenizer):
-    rows = [{"input": "u"}]
-    with refused(ErrorCode.CONFLICT, flag="--data.multiturn"):
-        build(rows, tokenizer, multiturn=True, apply_chat_template=False)
-    with refused(ErrorCode.MISSING_FLAG, flag="--data.output_key"):
-        build(rows, tokenizer, output_key=None, apply_chat_template=False)
-
-
 class LetterTokenizer(PreTrainedTokenizer):
     """Tokenizer in Python, which has no offsets."""
 

@@ -415,16 +415,6 @@ def test_rows_whose_count_takes_long_are_not_counted(tmp_path, monkeypatch):
     assert counted(f"{lines},https://host/rows.jsonl") is None and counted(f"org/name,{lines}") is None
 
 
-@pytest.mark.parametrize(
-    ("probs", "name"),
-    [("1", "data.dataset"), ("0.5,x", "0.7,0.3"), ("0.5,0.6", "0.4545,0.5455"), ("0,1", "above 0")],
-)
-def test_probabilities_that_do_not_fit(tmp_path, probs, name):
-    write_lines(tmp_path / "a.jsonl", ROWS)
-    with refused(ErrorCode.INVALID_VALUE, flag="--data.dataset_probs", value=probs, told=name):
-        load(f"{tmp_path}/a.jsonl,{tmp_path}/a.jsonl", probs=probs)
-
-
 def test_rows_of_json_lines_stay_on_disk(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"input": str(i) * 5000}) + "\n" for i in range(1000, 2000)))

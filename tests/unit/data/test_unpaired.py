@@ -227,11 +227,6 @@ def test_one_class_alone_is_told(caplog):
         assert message.startswith("--data.label_key label: ") and f"2 answers are {word}" in message
 
 
-def test_an_output_is_needed_without_a_chat_template():
-    with refused(ErrorCode.MISSING_FLAG, flag="--data.output_key"):
-        build(ROWS, output_key=None, apply_chat_template=False)
-
-
 def test_known_reference_log_probs_come_with_the_answers():
     dataset = build(ROWS)
     known = dataset.with_reference(np.array([[1.0, 2.0], [3.0, 4.0]]))

@@ -11,7 +11,7 @@ from tiny_gemma import tiny_gemma3, tiny_gemma4
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.data.image_rows import ImageColumn, ImageTokens
+from openrlhf.data.image_rows import ImageColumn, find_layout
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
@@ -51,8 +51,10 @@ def rows(folder: Path) -> Rows:
 
 @pytest.fixture(scope="module")
 def images(folder: Path) -> ImageColumn:
-    tokens = ImageTokens(AutoProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
-    return ImageColumn(key="images", max_images=2, root=None, hosts=(), tokens=tokens)
+    processor = AutoProcessor.from_pretrained(folder)
+    layout = find_layout(processor, AutoTokenizer.from_pretrained(folder))
+    about = {"processor": processor, "layout": layout}
+    return ImageColumn(key="images", max_images=2, root=None, hosts=(), **about)
 
 
 def samples(folder: Path, rows: Rows, images: ImageColumn) -> list[Sample]:

@@ -10,7 +10,7 @@ from refusals import refused
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.data.image_rows import ImageColumn, ImageTokens
+from openrlhf.data.image_rows import ImageColumn, find_layout
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import load_rows
@@ -65,8 +65,8 @@ def rows(folder):
 
 @pytest.fixture(scope="module")
 def images(processor, tokenizer):
-    tokens = ImageTokens(processor, tokenizer)
-    return ImageColumn(key="images", max_images=2, root=None, hosts=(), tokens=tokens)
+    about = {"processor": processor, "layout": find_layout(processor, tokenizer)}
+    return ImageColumn(key="images", max_images=2, root=None, hosts=(), **about)
 
 
 def read_by_the_processor(folder, processor, row, answer):
