@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 import copy
 import inspect
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -166,6 +167,14 @@ class AgentInstanceBase(ABC):
     async def close(self) -> None:
         """Ends the episode, also one that failed or reached a limit."""
         return
+
+
+def unproxied() -> dict[str, str]:
+    """Returns NO_PROXY with the names of this machine, which clients then reach without the proxy of the
+    environment: agents ask servers here."""
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+    hosts = filter(None, [*known.split(","), "127.0.0.1", "localhost"])
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys(hosts)))
 
 
 class StepTimeout(Exception):
