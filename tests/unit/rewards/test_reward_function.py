@@ -364,6 +364,20 @@ def test_values_of_another_number_than_the_samples_fail_the_call(tmp_path):
     assert answers[4].reward == 4 and sizes == [4, 1]
 
 
+def test_a_function_may_empty_its_lists(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("""
+def reward_func(queries, prompts, labels):
+    rewards = []
+    while queries:
+        rewards.append(float(queries.pop(0) == labels.pop(0)))
+    return rewards
+""")
+    function = RewardFunction(str(path), timeout=60)
+    assert asyncio.run(function("a", "", "a")) == reward(1.0)
+    function.close()
+
+
 def test_a_call_that_needs_too_much_memory_fails_alone(tmp_path):
     path = tmp_path / "reward.py"
     path.write_text(
