@@ -29,7 +29,7 @@ def rows(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def play(row: dict[str, Any], rng: random.Random, *, careful: float) -> Iterator[dict[str, Any]]:
-    """Yields one row for each turn of a game: some players halve what is left, the others guess any number."""
+    """Yields one row for each turn of a game: some players halve what is left, others guess any number."""
     game, over, halves = Game(), False, rng.random() < careful
     told, _ = game.reset(seed=row["label"])
     messages: list[dict[str, str]] = []

@@ -117,7 +117,8 @@ def countdown(seed: int) -> Iterator[Row]:
 
 def countdown_reward(queries: list[str], prompts: list[str], labels: list[list[int]]) -> list[float]:
     """Returns 1 for a boxed sum of all numbers that is the target, else 0."""
-    return [float(reached(boxed_answer(query)) == label) for query, label in zip(queries, labels, strict=True)]
+    found = (reached(boxed_answer(query)) for query in queries)
+    return [float(one == label) for one, label in zip(found, labels, strict=True)]
 
 
 def reached(terms: str | None) -> list[int]:

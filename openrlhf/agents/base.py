@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 import copy
 import inspect
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -168,6 +169,14 @@ class AgentInstanceBase(ABC):
         return
 
 
+def unproxied() -> dict[str, str]:
+    """Returns NO_PROXY with the names of this machine, which clients then reach without the proxy of the
+    environment: agents ask servers here."""
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+    hosts = filter(None, [*known.split(","), "127.0.0.1", "localhost"])
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys(hosts)))
+
+
 class StepTimeout(Exception):
     """Raised when a call of the environment takes longer than --rollout.step_timeout."""
 
@@ -239,8 +248,10 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 return {"reward": None}
             states = {"observation_text": history.text, "action_text": history.act(answer.token_ids)}
             step = await take_step(states | {"label": label, "sampling_params": params})
-            steps.append(step)
-            done, cut = _get(step, "done", "step"), step.get("truncated")
+            done = _get(step, "done", "step")
+            # a copy, because environments may fill the same dictionary in each turn
+            steps.append(step | {"rewards": _get(step, "rewards", "step", float)})
+            cut = step.get("truncated")
             if done or cut:
                 return _result(
                     steps, truncated=answer.finish_reason == "length" if cut is None else bool(cut)
@@ -312,7 +323,7 @@ def _picture(value: Any) -> "Picture":
 
 def _result(steps: Sequence[dict], *, truncated: bool) -> dict:
     """Returns the result of an episode from its environment steps."""
-    rewards = [_get(step, "rewards", "step", float) for step in steps]
+    rewards = [step["rewards"] for step in steps]
     scores = [step["scores"] for step in steps if step.get("scores") is not None]
     return {
         "reward": sum(rewards),

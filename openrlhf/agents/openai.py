@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from openrlhf.agents.base import AgentExecutorBase, Engine
+from openrlhf.agents.base import AgentExecutorBase, Engine, unproxied
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
 from openrlhf.agents.wire import TEXT_ALONE, BadRequest, Object, Wire, as_event, openai_error, refuse
 from openrlhf.completions import Completion, SamplingParams
@@ -134,12 +134,11 @@ class Session:
     def environment(self) -> dict[str, str]:
         """Environment variables by which a program's clients of OpenAI and Anthropic find the session."""
         token = {"ANTHROPIC_AUTH_TOKEN"} & os.environ.keys()  # the client would send it beside the key
-        proxied = filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"))
         return {
             **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url),
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", *token), self.api_key),
-            **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(proxied)),
+            **unproxied(),
         }
 
     @cached_property

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -254,7 +255,8 @@ class Run:
     ) -> Result[list[PromptGroup]]:
         """Samples `n` answers to each prompt (None: `rollout.n_samples_per_prompt`) at the flags'
         temperature. A text is a prompt as the policy reads it. Groups come in the order of the prompts, with
-        the rewards of the flags if there are any."""
+        the rewards of the flags if there are any. The seeds of a prompt follow from its number and epoch, so
+        that the same weights give it the same answers again."""
         n = n if n is None else whole("n", n)
         return self._lanes.on("engines", self._sample, prompts, "train", n)
 
@@ -482,13 +484,14 @@ class Run:
         return known
 
     def _reward(self, groups: Sequence[PromptGroup], reward: RewardFunc) -> list[PromptGroup]:
+        groups = groups_of(groups)
         samples = {t.sample: t for t in _all(groups) if t.ok}
         if not samples:
             return list(groups)
         last = list(samples.values())  # of an episode with several sequences, the last one
         prompts = [t.prompt.text for t in last]
         queries = [t.prompt.text + decode_response(t, self._decode) for t in last]
-        answer = reward(queries, prompts, [t.prompt.label for t in last])
+        answer = reward(queries, prompts, [deepcopy(t.prompt.label) for t in last])
         if inspect.iscoroutine(answer):
             answer = asyncio.run(answer)
         name = getattr(reward, "__name__", "the reward function")

@@ -4,6 +4,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,8 +51,19 @@ def list_of(kinds: type[ItemT] | tuple[type[ItemT], ...], items: Any, expected: 
 
 
 def groups_of(items: Any) -> list[PromptGroup]:
-    """Returns a list of groups. Raises UsageError for anything else."""
-    return list_of(PromptGroup, items, "groups, as `sample` and `reward` return; join two with one + other")
+    """Returns a list of groups. If two have samples of one prompt with the same numbers, by which samples are
+    told apart, those of the later group get others. Raises UsageError for anything else."""
+    groups = list_of(PromptGroup, items, "groups, as `sample` and `reward` return; join two with one + other")
+    taken: dict[tuple[int, int], set[int]] = {}
+    for place, group in enumerate(groups):
+        known = taken.setdefault((group.prompt.epoch, group.prompt.prompt_id), set())
+        numbers = {t.sample_index for t in group.trajectories}
+        if known & numbers:
+            shift = max(known) + 1
+            moved = [replace(t, sample_index=t.sample_index + shift) for t in group.trajectories]
+            groups[place], numbers = replace(group, trajectories=moved), {i + shift for i in numbers}
+        known |= numbers
+    return groups
 
 
 def as_batch(item: Any) -> Batch:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from decimal import Decimal
 from typing import Any
 
 LIMIT = 5
@@ -13,6 +14,20 @@ _ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _GROUPS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))")
 """Thin spaces of 10\\,000, which math-verify multiplies."""
+_TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
+    (_GROUPS, ""),
+    (re.compile(r"(?<=\d)\u00b0(?!\w)"), ""),
+    (re.compile(r"(?<![\w)}])\u2013(?=[\d.])"), "-"),
+    (
+        re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}(?!\w|\.\d)"),
+        lambda number: format(Decimal(number.group()), "f"),
+    ),
+)
+"""Texts that math-verify does not read, and what stands for them: degrees, a dash as a minus, 1e-05."""
+_WORDS = re.compile(r"[^\W\d_]{3,}")
+"""A word, whose letters math-verify would multiply, in any order."""
+_DATE = re.compile(r"\d+(-\d+)+")
+"""A date or a score, whose numbers math-verify would subtract."""
 _SPACED = re.compile(r"(?<=\d)\s(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"[-+]?[\d.,]+")
 _SUM = re.compile(r"\d\s*(?:[-+*\u00d7\u00b7]|\\times|\\cdot)\s*\d")
@@ -32,7 +47,8 @@ def extract_boxed_answer(text: str) -> str | None:
 def grade_answer(prediction: str | None, truth: str | float) -> bool:
     """Returns True if two answers are equal: the same text apart from whitespace, or, according to
     math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. Digits may be in groups
-    of three, and a full stop may follow. A missing prediction is wrong.
+    of three, and a full stop may follow. Words, dates and scores such as 3-1 are compared as text, in upper
+    or lower case. A missing prediction is wrong.
 
     math-verify enforces its time limit by a signal, which reaches the main thread alone. Reward functions of
     a command run there; in another thread, as for agents and `Run.reward`, there is no limit.
@@ -40,8 +56,10 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     if prediction is None:
         return False
     prediction, truth = (_SPACED.sub("", _text(answer).strip().rstrip(".")) for answer in (prediction, truth))
-    if "".join(prediction.split()) == "".join(truth.split()):
-        return True
+    given, right = ("".join(answer.split()) for answer in (prediction, truth))
+    is_word = _WORDS.fullmatch(given) and _WORDS.fullmatch(right) and not (given + right).isupper()
+    if given == right or is_word or _DATE.fullmatch(right):
+        return given.casefold() == right.casefold()
     return _equal(f"\\boxed{{{truth}}}", f"\\boxed{{{prediction}}}")
 
 
@@ -65,8 +83,8 @@ def grade_response(response: str, label: str | float) -> bool:
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth) and _is_worked_out(boxed, truth)
     response = _ENDS.sub("", response)
-    if not re.search(r"\d", truth):
-        return bool(re.search(rf"(?<!\w){re.escape(truth)}\W*$", response, re.IGNORECASE))
+    if not re.search(r"\d", truth) or _DATE.fullmatch(truth):
+        return bool(re.search(rf"(?<!\w)(?<!\d-){re.escape(truth)}\W*$", response, re.IGNORECASE))
     return _equal(f"\\boxed{{{truth}}}", response, truth)
 
 
@@ -76,15 +94,25 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
     import math_verify  # imports sympy, which takes a second
 
     limit: Any = LIMIT if threading.current_thread() is threading.main_thread() else None
-    gold, answer = _GROUPS.sub("", gold), _GROUPS.sub("", answer)
+    for pattern, plain in _TIDIED:
+        gold, answer = pattern.sub(plain, gold), pattern.sub(plain, answer)
 
     def parse(text: str) -> list[Any]:
         return math_verify.parse(text, parsing_timeout=limit)
 
     while (found := parse(answer)) and (rest := _behind(answer, str(found[-1]))).startswith("="):
         answer = rest[1:]
-    is_equal = bool(found) and math_verify.verify(parse(gold), found, timeout_seconds=limit)
-    return is_equal and _is_worked_out(str(found[-1]), truth)
+    is_equal = bool(found) and math_verify.verify(known := parse(gold), found, timeout_seconds=limit)
+    return is_equal and _are_close(known[0], found[0]) and _is_worked_out(str(found[-1]), truth)
+
+
+def _are_close(known: Any, found: Any) -> bool:
+    """Returns False for numbers that are equal only because math-verify rounds to six decimals: they differ
+    by more than a thousandth."""
+    if known == found or not all(getattr(number, "is_number", False) for number in (known, found)):
+        return True
+    difference, size = abs((known - found).doit()).evalf(), abs(known.doit()).evalf()
+    return not difference.is_comparable or bool(difference >= 1e-6 or difference <= size / 1000)
 
 
 def _text(answer: str | float) -> str:

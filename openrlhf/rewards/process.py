@@ -247,6 +247,7 @@ def _call(
     runner: asyncio.Runner,
 ) -> Any:
     """Calls the function. Returns rewards, a WrongNumber, or another error's message, which is picklable."""
+    count = len(queries)  # the function may empty its lists
     try:
         with _forks_end():
             answer = function(queries, prompts, labels)
@@ -257,10 +258,10 @@ def _call(
     except BaseException as error:  # including SystemExit
         return f"{name} raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
-        return read_rewards(answer, len(queries))
+        return read_rewards(answer, count)
     except WrongNumber as error:
         return error
     except NotFinite as error:
-        return f"{error}{ONE_SAMPLE_HINT}" if len(queries) == 1 else str(error)
+        return f"{error}{ONE_SAMPLE_HINT}" if count == 1 else str(error)
     except RewardError as error:
         return str(error)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -217,7 +217,7 @@ class EpisodeRunner:
     ) -> Any:
         return await self.executor.execute(
             prompt.text,
-            prompt.label,
+            deepcopy(prompt.label),  # an environment may modify it
             self._sampling_params(sampling),
             sampling.max_len,
             self.tokenizer,

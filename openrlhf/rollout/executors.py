@@ -2,13 +2,20 @@
 
 import asyncio
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.base import AgentExecutorBase, MultiTurnAgentExecutor, RewardError, StepTimeout
+from openrlhf.agents.base import (
+    AgentExecutorBase,
+    MultiTurnAgentExecutor,
+    RewardError,
+    StepTimeout,
+    unproxied,
+)
 from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.plugins import entry_points
@@ -194,8 +201,10 @@ class UserExecutor(AgentExecutorBase):
     async def load(
         cls, reference: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
     ) -> "UserExecutor":
-        """Imports the file or module into this process and creates its executor. Raises ImportTimeout after
-        `deadline` seconds, and RunError with the line number for any other error."""
+        """Imports the file or module into this process and creates its executor, whose clients reach this
+        machine without a proxy. Raises ImportTimeout after `deadline` seconds, and RunError with the line
+        number for any other error."""
+        os.environ.update(unproxied())
         reference = resolved(reference)
         try:
             async with asyncio.timeout(deadline):

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import Engine
@@ -27,7 +28,13 @@ def tokens(text: str) -> list[int]:
 
 
 def play(
-    path: Path, *answers: str, max_turns: int | None = None, max_len: int = 200, samples: int = 1, **limits
+    path: Path,
+    *answers: str,
+    max_turns: int | None = None,
+    max_len: int = 200,
+    samples: int = 1,
+    label: Any = "2",
+    **limits,
 ) -> tuple[list[Trajectory], Engine]:
     engine = Engine(*map(tokens, answers))
     setting = AgentSetting(
@@ -42,7 +49,8 @@ def play(
     async def episodes() -> list[Trajectory]:
         runner = EpisodeRunner(engine, TOKENIZER, await UserExecutor.load(str(path), setting), [2], **limits)
         sampling = replace(Sampling.for_training(config), max_len=max_len)
-        return (await runner.run_group(Prompt(prompt_id=0, text="1 + 1 =", label="2"), sampling)).trajectories
+        prompt = Prompt(prompt_id=0, text="1 + 1 =", label=label)
+        return (await runner.run_group(prompt, sampling)).trajectories
 
     return asyncio.run(episodes()), engine
 
@@ -153,6 +161,27 @@ def test_the_last_known_score_is_that_of_the_episode(scores, expected):
     found = base._result(steps, truncated=True)
     assert (found["reward"], found["scores"], found["turn_rewards"]) == (1.0, expected, [0.5, 0.5])
     assert base._result([{"rewards": 1}], truncated=False)["scores"] is None
+
+
+def test_an_environment_may_fill_one_dictionary_and_change_its_label(tmp_path: Path) -> None:
+    """Its turns earn 1, 2 and 3, and no sample sees what another did to the label of their prompt."""
+    path = tmp_path / "agent.py"
+    path.write_text(f"""{IMPORTS}
+class AgentInstance(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        self.game, self.out = states["label"], {{"environment_feedback": " No. Again:"}}
+        return states
+
+    async def step(self, states, **kwargs):
+        self.game["moves"].append(states["action_text"])
+        played = len(self.game["moves"])
+        self.out.update(rewards=played, done=played == 3)
+        return self.out
+{EXECUTOR}""")
+    label = {"moves": []}
+    found, _ = play(path, *[" 3"] * 6, samples=2, label=label)
+    assert [(t.reward, t.turn_rewards.tolist()) for t in found] == [(6.0, [1.0, 2.0, 3.0])] * 2
+    assert label == {"moves": []}
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """Agents that use the real `openai` client, over HTTP, on a stand-in for the engine."""
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -82,6 +83,35 @@ def episodes(
 async def chat(session: Session, messages: list[dict], **options: Any) -> Any:
     completions: Any = session.client.chat.completions
     return await completions.create(model=session.model, messages=messages, **options)
+
+
+def test_requests_to_this_machine_go_through_no_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "intranet")
+    path = tmp_path / "agent.py"
+    path.write_text("""
+from openrlhf.agents.openai import OpenAIAgentExecutor
+
+class AgentExecutor(OpenAIAgentExecutor):
+    async def run_agent(self, prompt, label, session):
+        messages = [{"role": "user", "content": prompt}]
+        answer = await session.client.chat.completions.create(model=session.model, messages=messages)
+        return float(label in answer.choices[0].message.content)
+""")
+
+    async def run() -> list[Trajectory]:
+        executor = await UserExecutor.load(str(path), AgentSetting(tokenizer=TOKENIZER))
+        runner = EpisodeRunner(Engine(tokens(f" 2{END}")), TOKENIZER, executor, [2])
+        sampling = Sampling.for_training(PPOConfig(rollout=RolloutConfig(n_samples_per_prompt=1)))
+        return (await runner.run_group(Prompt(prompt_id=0, text="1 + 1 =", label="2"), sampling)).trajectories
+
+    (t,) = asyncio.run(run())
+    assert (t.reward, t.error) == (1.0, "")
+    assert os.environ["no_proxy"] == "intranet,127.0.0.1,localhost"
 
 
 def test_a_conversation_is_one_stream_of_tokens() -> None:

@@ -596,7 +596,7 @@ def test_a_program_finds_the_session_by_its_environment(monkeypatch: pytest.Monk
         assert found["OPENAI_BASE_URL"] == found["OPENAI_API_BASE"] == f"{found['ANTHROPIC_BASE_URL']}/v1"
         keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
         assert {found[name] for name in keys} == {session.api_key}
-        assert found["NO_PROXY"] == found["no_proxy"] == "intranet,127.0.0.1"
+        assert found["NO_PROXY"] == found["no_proxy"] == "intranet,127.0.0.1,localhost"
         await session.client.responses.create(model="m", input="?")
 
     play_by_hand(agent, f"3{END}")

@@ -110,6 +110,26 @@ def test_rewards_that_are_none_are_told_with_the_sample(run, groups, answer, tol
         run.reward(groups, lambda queries, prompts, labels: answer).result(60)
 
 
+def test_groups_of_one_prompt_are_one_group_of_all_their_samples(run):
+    prompts = [rl.Prompt(prompt_id=0, text=QUESTIONS[0])]
+    both = run.sample(prompts, n=2).result(60) + run.sample(prompts, n=2).result(60)
+    both = run.reward(both, lambda queries, prompts, labels: [0, 1, 2, 7]).result(60)
+    assert rewards(both) == [0, 1, 2, 7]
+    batch = run.batch(both, advantages="dr_grpo").result(60)  # minus the mean of all four, 2.5
+    firsts = batch.num_actions.cumsum() - batch.num_actions
+    assert batch.advantages[firsts].tolist() == [-2.5, -1.5, -0.5, 4.5]
+    again = run.batch(both[:1] + both[:1], advantages="dr_grpo").result(60)
+    assert len(again) == 4 and set(again.advantages) == {-0.5, 0.5}
+
+
+def test_a_reward_that_changes_a_label_changes_its_own(run):
+    prompt = rl.Prompt(prompt_id=0, text=QUESTIONS[0], label=["4"])
+    two = run.sample([prompt], n=2).result(60)
+    for _ in range(2):
+        emptied = run.reward(two, lambda queries, prompts, labels: [int(label.pop()) for label in labels])
+        assert rewards(emptied.result(60)) == [4, 4]
+
+
 def test_keys_that_nobody_reads_are_told(run, groups, capsys):
     run.reward(groups, lambda queries, prompts, labels: {"rewards": range(6), "accuracy": 1}).result(60)
     assert "returned accuracy, not read; metrics belong in extra_logs" in capsys.readouterr().err

@@ -44,6 +44,16 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("10 000", "10000"),
         ("42", 42),
         (r"\frac{1}{2}", 0.5),
+        # Python writes small and large numbers as 1e-05 and 1e+20
+        ("0.00001", 1e-05),
+        ("1" + 20 * "0", 1e20),
+        ("1.5e-3", "0.0015"),
+        ("90°", "90"),
+        ("–5", "-5"),
+        ("YES", "yes"),
+        ("0.333333", "1/3"),
+        ("6.674e-11", "6.67e-11"),
+        (r"50\%", "50"),
     ],
 )
 def test_equal_answers(prediction, truth):
@@ -61,6 +71,17 @@ def test_equal_answers(prediction, truth):
         (r"10\,000", "0"),
         ("1 200", "200"),
         ("41", 42),
+        # what math-verify takes for equal: 5 * e * 1, the letters of a word in any order, 3 - 1 = 4 - 2
+        ("5e1", "1e5"),
+        ("silent", "listen"),
+        ("4-2", "3-1"),
+        ("2023-04-02", "2023-05-01"),
+        ("2017", "2023-05-01"),
+        # and all small numbers, which it rounds to six decimals
+        ("0.0000000002", "0.0000000001"),
+        ("6.0e-11", "6.67e-11"),
+        (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
+        ("20°C", "20"),
     ],
 )
 def test_wrong_answers_are_rejected(prediction, truth):
@@ -110,6 +131,13 @@ def test_reward_files_import_nothing_heavy():
         # numbers as they are in the file
         (r"\boxed{5}", 5, True),
         ("The answer is 0.5", 0.5, True),
+        ("The answer is 0.00001", 1e-05, True),
+        ("It is 1e5.", "100000", True),
+        # dates and scores are no differences
+        ("The score was 3-1.", "3-1", True),
+        ("The score was 4-2.", "3-1", False),
+        ("It was 4-3-1", "3-1", False),
+        (r"\boxed{silent}", "listen", False),
         (r"\boxed{5}", 6, False),
     ],
 )

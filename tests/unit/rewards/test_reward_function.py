@@ -359,6 +359,17 @@ def test_values_of_another_number_than_the_samples_fail_the_call(ask_batches):
     assert answers[4].reward == 4 and sizes == [4, 1]
 
 
+def test_a_function_may_empty_its_lists(function_of):
+    function = function_of("""
+def reward_func(queries, prompts, labels):
+    rewards = []
+    while queries:
+        rewards.append(float(queries.pop(0) == labels.pop(0)))
+    return rewards
+""")
+    assert asyncio.run(function("a", "", "a")) == reward(1.0)
+
+
 def test_a_call_that_needs_too_much_memory_fails_alone(function_of):
     function = function_of(
         "def reward_func(queries, prompts, labels):\n"
