@@ -91,6 +91,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "nothing": folder / "nothing.jsonl",
         "lonely_reward": folder / "lonely_reward.py",
         "misspelt": folder / "trian.jsonl",
+        "rewards": folder / "rewards.py",
         "other": folder / "eval.jsonl",
     }
     made["data"].write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -162,20 +162,6 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     check_samplers_hold_the_trained_weights(tmp_path)
 
 
-@pytest.mark.slow
-def test_an_engine_of_transformers(task: TaskFiles, tmp_path: Path) -> None:
-    """The engine answers, receives weights and is checked like vLLM's."""
-    flags = (
-        f"{COMMON.replace('group_norm', 'reinforce')} --rollout.engine transformers --rollout.top_k 20 "
-        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep"
-    )
-    metrics = train(task, tmp_path, flags)
-    sampled = [read_journal(tmp_path / "run" / "rollouts" / f"step_00000{step}.parquet") for step in (1, 2)]
-    assert [{int(v) for t in step for v, _ in t.weight_versions} for step in sampled] == [{0}, {1}]
-    assert all(t.ok and 0 < t.num_actions <= 12 for step in sampled for t in step)
-    assert all(metrics[step]["mismatch/abs_diff_max"] < 1e-4 for step in (1, 2))
-
-
 def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
     return [t.token_ids.tolist() for t in trajectories]
 
@@ -217,24 +203,6 @@ def test_agents(task: TaskFiles, tmp_path: Path, file: str, flags: str, metric: 
         assert metrics[step]["mismatch/abs_diff_max"] < 1e-4
         assert metrics[step]["rollout/failed_ratio"] == 0
         assert 0 <= metrics[step][f"rollout/{metric}"] <= most
-
-
-@pytest.mark.slow
-def test_first_update_starts_at_ratio_one(task: TaskFiles, tmp_path: Path) -> None:
-    """With one optimizer step per rollout nothing is clipped, and the policy equals the old one;
-    `test_a_resumed_run_continues` checks this with a critic."""
-    metrics = train(
-        task,
-        tmp_path,
-        f"{COMMON} --algo.kl.init_coef 0 --train.batch_size 32 --actor.num_gpus_per_node 1 "
-        "--train.colocate_all --actor.adam.lr 1e-3 --algo.advantage.is_correction_enable "
-        "--actor.entropy_coef 0",
-    )
-    for step in (1, 2):
-        assert metrics[step]["policy/ppo_kl"] == pytest.approx(0, abs=1e-6)
-        assert metrics[step]["policy/clip_fraction"] == 0
-        assert metrics[step]["policy/is_weight_mean"] == pytest.approx(1, abs=1e-4)
-        assert metrics[step]["policy/entropy"] > 1
 
 
 @pytest.mark.slow

@@ -22,8 +22,7 @@ from processes import port_for_later
 from refusals import printed, refused
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf.agents.base import Reward, RewardError
-from openrlhf.backends.distributed import free_port
+from openrlhf.agents.base import Reward
 from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import load_scorer
@@ -267,27 +266,6 @@ def test_a_port_in_use_is_told(server: Server) -> None:
     port = urlsplit(server.url).port or 0
     with refused(ErrorCode.CLUSTER, flag="--port", value=port):
         bind("127.0.0.1", port)
-
-
-def test_a_wrong_key_ends_a_call_with_the_remedy(server: Server) -> None:
-    with pytest.raises(RewardError, match=rf"\b401\b(.|\n)*{KEY_VARIABLE}"):
-        asyncio.run(ask_once(RemoteReward([server.url], timeout=5, key="wrong")))
-
-
-def test_giving_up_says_on_what() -> None:
-    url = f"http://127.0.0.1:{free_port()}/get_reward"
-    with pytest.raises(RewardError) as error:
-        asyncio.run(ask_once(RemoteReward([url], timeout=1)))
-    assert "--reward.remote_timeout 1 s" in str(error.value) and url in str(error.value)
-    assert "Connect call failed" in str(error.value)
-
-
-async def ask_once(reward: RemoteReward) -> Reward:
-    try:
-        return await reward("x", "", "")
-    finally:
-        reward.close()
-        await asyncio.sleep(0)
 
 
 def test_sigterm_answers_what_came_before(slow_model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ FLAGS = (
     [
         "--rollout.top_p 0.9",
         "--rollout.top_k 20",
+        "--rollout.top_k 20 --rollout.engine transformers",
         # the probability mass of the left-out tokens is known
         "--rollout.top_p 0.9 --rollout.max_kept_tokens 2",
     ],

@@ -532,7 +532,7 @@ def test_a_loop_that_lost_a_process_is_started_again(start, monkeypatch, capfd):
         assert ("never calls load_state" in capfd.readouterr().err) == (not resumes)
     assert started == [[sys.executable, *sys.orig_argv[1:]]]
     monkeypatch.delenv(RESTARTS)
-    with refused(ErrorCode.CONFLICT, told="--train.max_restarts 1: one process has no other to lose"):
+    with refused(ErrorCode.CONFLICT, flag="--train.max_restarts", value=1, told="no other to lose"):
         start(**{"train.max_restarts": 1})
     start(**{"train.max_restarts": 0}).close()  # as in the config.yaml of a run
 
