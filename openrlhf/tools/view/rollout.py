@@ -11,7 +11,6 @@ from typing import Any
 
 from openrlhf.api import (
     JOURNAL_FILE,
-    RENAMED_COLUMNS,
     ErrorCode,
     ImageSources,
     RunFolder,
@@ -23,7 +22,7 @@ from openrlhf.api import (
     read_label,
     read_rows,
 )
-from openrlhf.tools.view.index import Index, parquet
+from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.rollouts import prompt_length
 
 Row = dict[str, Any]
@@ -49,14 +48,9 @@ def read_row(index: Index, run: int, file: str, row: int) -> Row:
     known = run < len(index.runs) and file in index.runs[run].known
     if not known or not JOURNAL_FILE.fullmatch(file):
         raise UsageError(ErrorCode.NOT_FOUND, "the run has no such journal file", value=file)
-    path = index.runs[run].folder.rollouts_path / file
-    if path.suffix == ".parquet":
-        rows = index.rows(f"SELECT * FROM {parquet(path)} WHERE file_row_number = ?", [row])
-    else:
-        rows = read_rows(path, [row])
-    if not rows:
+    if not index.rows("SELECT 1 FROM rollouts WHERE run = ? AND file = ? AND row = ?", [run, file, row]):
         raise UsageError(ErrorCode.NOT_FOUND, f"the file has no row {row}", value=file)
-    found = {RENAMED_COLUMNS.get(name, name): value for name, value in rows[0].items()}
+    (found,) = read_rows(index.runs[run].folder.rollouts_path / file, [row])
     label = read_label(found)
     return found | {"label": label if label is None or isinstance(label, str) else found["label"]}
 
