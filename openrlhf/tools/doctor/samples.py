@@ -50,7 +50,9 @@ def read_answers(path: Path) -> Answers | None:
     return Answers(
         count=len(rows),
         surprise=float(-log_probs.mean()) if len(log_probs) else 0.0,
-        ngram_share=_commonest({tuple(ids[i : i + NGRAM]) for i in _starts(ids)} for ids in actions),
+        ngram_share=_commonest(
+            {tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)} for ids in actions
+        ),
         format_share=_commonest({(tuple(ids[:EDGE]), tuple(ids[-EDGE - 1 :]))} for ids in actions),
         duplicates=1 - len({tuple(ids) for ids in actions}) / len(actions),
         rewards=rewards,
@@ -60,10 +62,6 @@ def read_answers(path: Path) -> Answers | None:
 
 def select_actions(token_ids: list[int], ranges: list[dict[str, int]]) -> list[int]:
     return [token for span in ranges for token in token_ids[span["start"] : span["end"]]]
-
-
-def _starts(ids: list[int]) -> range:
-    return range(len(ids) - NGRAM + 1)
 
 
 def _commonest(of_samples: Iterable[set]) -> float:

@@ -121,7 +121,8 @@ def run(command: Command, invoked: Invocation, cluster: Cluster, options: argpar
     config, coloured = invoked.config, not options.no_color and shows_colours()
     check = Check(command, config, Preview(sys.stdout, coloured=coloured), Assumed.of(options))
     with check.part("versions"):
-        _versions(check)
+        check.problems += mismatches()
+        check.say("packages that are not named here have the versions that every change is tested with")
     with check.part("files and models"):
         _files(check)
     if isinstance(config, PPOConfig):
@@ -149,11 +150,6 @@ def _verdict(check: Check) -> int:
     for problem in check.problems:
         check.screen.line(readable(f"error: {describe(problem)}"))
     return 1
-
-
-def _versions(check: Check) -> None:
-    check.problems += mismatches()
-    check.say("packages that are not named here have the versions that every change is tested with")
 
 
 def _files(check: Check) -> None:

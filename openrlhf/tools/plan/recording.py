@@ -98,10 +98,7 @@ def report(console: Console, tokenizer: Any, parts: Sequence[Trajectory]) -> Non
     turns = counted(sum(len(t.turn_starts) for t in parts), "turn")
     segments = f"{counted(len(parts), 'segment')}, which share{'s' * (len(parts) == 1)} the episode's reward"
     write(console, f"\n{turns} in {segments}: {learned:,} of {total:,} tokens would be trained on", "green")
-    write(console, _drift(first.extra_texts.get(DRIFT, "")), "yellow")
-
-
-def _drift(found: str) -> str:
-    if not found:
-        return "no drift: the template would write every segment with the tokens that were sampled"
-    return f"drift, which training does not have, because it keeps the sampled tokens:\n{found}"
+    drift = "no drift: the template would write every segment with the tokens that were sampled"
+    if found := first.extra_texts.get(DRIFT):
+        drift = f"drift, which training does not have, because it keeps the sampled tokens:\n{found}"
+    write(console, drift, "yellow")

@@ -1,7 +1,7 @@
 """Prints the results of `openrlhf replay` and `openrlhf bisect`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
 from rich.text import Text
 
@@ -90,14 +90,11 @@ class Screen:
         if not any(titles.values()):
             self.say("\nflags and environment: equal")
         for title, changed in titles.items():
+            made = build_table(title, "", "first run", "second run")
+            for name, values in changed.items():
+                made.add_row(*(Text(clean_text(cell)) for cell in (name, *map(shown, values))))
             if changed:
-                self._pairs(title, changed)
-
-    def _pairs(self, title: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
-        made = build_table(title, "", "first run", "second run")
-        for name, values in changed.items():
-            made.add_row(*(Text(clean_text(cell)) for cell in (name, *map(shown, values))))
-        self._console.print(made)
+                self._console.print(made)
 
 
 def _summary(stages: Sequence[Stage]) -> str:

@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def tracks(row: Row) -> dict[str, list[float | None]]:
     choose. Quantities that need a column that the journal lacks are left out."""
     start = prompt_length(row)
     places = [i - start for r in row["action_ranges"] for i in range(r["start"], r["end"])]
-    size = len(row["token_ids"]) - start
+    size, turns = len(row["token_ids"]) - start, sorted(row["turn_starts"])
     sampler, trainer, reference = (
         row.get(name) for name in ("rollout_log_probs", "log_probs", "ref_log_probs")
     )
@@ -85,18 +85,13 @@ def tracks(row: Row) -> dict[str, list[float | None]]:
         "version": list(
             chain.from_iterable(repeat(r["version"], r["count"]) for r in row["weight_versions"])
         ),
-        "turn": _turns([start + place for place in places], row["turn_starts"]),
+        "turn": [bisect_right(turns, start + place) for place in places],
     }
     return {name: _placed(values, places, size) for name, values in of_actions.items() if values}
 
 
 def _difference(first: Sequence[float] | None, second: Sequence[float] | None) -> list[float] | None:
     return [a - b for a, b in zip(first, second, strict=True)] if first and second else None
-
-
-def _turns(tokens: Sequence[int], starts: Iterable[int]) -> list[int]:
-    ordered = sorted(starts)
-    return [bisect_right(ordered, token) for token in tokens]
 
 
 def _placed(values: Sequence[float], places: Sequence[int], size: int) -> list[float | None]:
