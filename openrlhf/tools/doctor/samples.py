@@ -43,7 +43,10 @@ def read_answers(path: Path) -> Answers | None:
     rows = [row for row in rows if row["reward"] is not None]
     if not rows:
         return None
-    actions = [select_actions(row["token_ids"], row["action_ranges"]) for row in rows]
+    actions = [
+        [token for span in row["action_ranges"] for token in row["token_ids"][span["start"] : span["end"]]]
+        for row in rows
+    ]
     log_probs = np.concatenate([np.asarray(row["rollout_log_probs"], float) for row in rows])
     rewards = tuple(float(row["reward"]) for row in rows)
     lowest = [row for row in rows if row["reward"] == min(rewards)]
@@ -58,10 +61,6 @@ def read_answers(path: Path) -> Answers | None:
         rewards=rewards,
         contains_label=float(np.mean([_has_label(row["label"], row["response"]) for row in lowest])),
     )
-
-
-def select_actions(token_ids: list[int], ranges: list[dict[str, int]]) -> list[int]:
-    return [token for span in ranges for token in token_ids[span["start"] : span["end"]]]
 
 
 def _commonest(of_samples: Iterable[set]) -> float:

@@ -130,7 +130,10 @@ def run(command: Command, invoked: Invocation, cluster: Cluster, options: argpar
     else:
         _supervised_data(check)
     with check.part("disks"):
-        _disks(check)
+        ckpt = config.ckpt
+        check_places(config)
+        check_space(config, CheckpointFolder.of(config), (ckpt.max_num + 1) * max(1, ckpt.save_steps))
+        check.say(f"room for {ckpt.output_dir} and the checkpoints of {ckpt.folder}")
     with check.part("ports"):
         check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
     with check.part(f"plan for {cluster}"):
@@ -363,13 +366,6 @@ def _reach(check: Check, url: str) -> None:
 
 
 # ---- the machine
-
-
-def _disks(check: Check) -> None:
-    config, ckpt = check.config, check.config.ckpt
-    check_places(config)
-    check_space(config, CheckpointFolder.of(config), (ckpt.max_num + 1) * max(1, ckpt.save_steps))
-    check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
 
 
 def _plan(check: Check, cluster: Cluster) -> None:

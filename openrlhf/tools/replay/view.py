@@ -6,7 +6,7 @@ from typing import TextIO
 from rich.text import Text
 
 from openrlhf.api import clean_text, format_number
-from openrlhf.tools.command_line.terminal import build_console, build_table
+from openrlhf.tools.command_line.terminal import build_console, build_table, say
 from openrlhf.tools.replay.compare import Bisection, Settings, Stage, describe_cause
 from openrlhf.tools.replay.differences import Compared, shown
 from openrlhf.tools.replay.rerun import Replayed, Rerun
@@ -24,7 +24,7 @@ class Screen:
         self._console = build_console(stream)
 
     def say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(clean_text(text), style=style), soft_wrap=True)
+        say(self._console, text, style)
 
     def stage(self, stage: Stage) -> None:
         title, differing = f"{stage.name} of step {stage.step}", stage.differing
