@@ -170,7 +170,7 @@ if TYPE_CHECKING:  # for tools
         pass_name, shorten, tracked, waiting,
     )
     from openrlhf.observability.run_folder import (
-        JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, environment as run_environment, find_secrets,
+        JOURNAL_FILE, RunFolder, environment as run_environment, find_secrets,
         read_label, reading as reading_run, redact, to_json,
     )
     from openrlhf.observability.run_index import RunIndex

@@ -7,6 +7,9 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from openrlhf.api import clean_text
 
 WIDTH = 118
 """Width of the output in columns if the stream is no terminal."""
@@ -19,6 +22,18 @@ def shows_colours() -> bool:
 
 def build_console(stream: TextIO) -> Console:
     return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+
+
+def colour_console(stream: TextIO) -> Console:
+    """Builds a console that has colours if stdout shows them."""
+    coloured = shows_colours()
+    return Console(file=stream, force_terminal=coloured, color_system="auto" if coloured else None)
+
+
+def say(console: Console, text: str | Text, style: str = "") -> None:
+    """Prints a text without control characters, whose long lines the terminal breaks."""
+    text = text if isinstance(text, Text) else Text(clean_text(text), style=style)
+    console.print(text, soft_wrap=True, highlight=False)
 
 
 def build_table(title: str, *columns: str, right: Container[str] = ()) -> Table:

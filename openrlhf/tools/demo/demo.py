@@ -78,12 +78,14 @@ def run(folder: Path, model: str, seed: int, steps: int) -> None:
     seconds: dict[str, float] = {}
     start, task = (_teach if model == TINY else partial(_fetch, model))(folder, seed, seconds)
     with _phase("rl: GRPO with a verifier", seconds):
-        _ppo(
+        argv = _words(
             folder,
+            "ppo",
             f"--actor.model_name_or_path {start} {task} --eval.steps {steps} --train.max_steps {steps} "
             f"--ckpt.output_dir {folder / 'policy'} --logger.run_dir {folder / 'run'} --train.seed {seed} "
             f"{RL}{_engine_memory()}",
         )
+        run_rl(parse(PPO, argv).config, argv)
     question = _show_result(folder, steps)
     phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
     print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
@@ -177,11 +179,6 @@ def _words(folder: Path, command: str, flags: str) -> list[str]:
 def _sft(folder: Path, flags: str) -> None:
     argv = _words(folder, "sft", flags)
     run_supervised(partial(find_task_type, "sft"), parse(SFT, argv).config, argv)
-
-
-def _ppo(folder: Path, flags: str) -> None:
-    argv = _words(folder, "ppo", flags)
-    run_rl(parse(PPO, argv).config, argv)
 
 
 THOUGHTS = "answers with reasoning"

@@ -18,7 +18,7 @@ from rich.text import Text
 from openrlhf.api import counted, find_secrets, redact, run_environment
 from openrlhf.tools.command_line.installation import facts
 from openrlhf.tools.command_line.runs import find_run
-from openrlhf.tools.command_line.terminal import build_console
+from openrlhf.tools.command_line.terminal import build_console, say
 from openrlhf.tools.doctor.mismatch import mismatch_findings
 from openrlhf.tools.doctor.policy import policy_findings, warning_findings
 from openrlhf.tools.doctor.record import Finding, RunRecord
@@ -95,19 +95,19 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
 
 def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
     console = build_console(stream)
-    say = lambda text, style="", indent=0: console.print(
+    tell = lambda text, style="", indent=0: console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
     )
-    say(describe_state(run))
+    tell(describe_state(run))
     if is_healthy(findings):
-        say("\nhealthy: no problem was found" + ", but it could be faster" * bool(findings), "bold green")
+        tell("\nhealthy: no problem was found" + ", but it could be faster" * bool(findings), "bold green")
         for line in list_signs(run):
-            say(f"- {line}", indent=3)
+            tell(f"- {line}", indent=3)
     for number, finding in enumerate(findings, start=1):
-        say(f"\n{number}. {finding.title} ({finding.confidence})", COLORS[finding.confidence])
+        tell(f"\n{number}. {finding.title} ({finding.confidence})", COLORS[finding.confidence])
         for line in finding.evidence:
-            say(f"- {line}", indent=3)
-        say(f"remedy: {finding.remedy}", "green", indent=3)
+            tell(f"- {line}", indent=3)
+        tell(f"remedy: {finding.remedy}", "green", indent=3)
 
 
 def examine_installation(as_data: bool) -> int:
@@ -124,10 +124,10 @@ def examine_installation(as_data: bool) -> int:
         table.add_row(mark, Text(fact.name), Text(fact.found))
     console.print(table)
     for fact in problems:
-        console.print(Text(f"\n{fact.name}: {fact.problem}", "bold red"), soft_wrap=True)
-        console.print(Text(f"  remedy: {fact.remedy}", "green"), soft_wrap=True)
+        say(console, f"\n{fact.name}: {fact.problem}", "bold red")
+        say(console, f"  remedy: {fact.remedy}", "green")
     if not problems:
-        console.print(Text("\nnothing is wrong", "bold green"))
+        say(console, "\nnothing is wrong", "bold green")
     return int(bool(problems))
 
 
@@ -146,7 +146,6 @@ _PATH = re.compile(r"(?<![\w.:/~<>-])/(?!dev/|proc/|sys/)(?:[^\s/'\"=,:;]+/)+([^
 """An absolute path; its group is the last part. The rest of a URL is none."""
 PLACES = ("address", "cache")
 """Facts about the installation that name the machine or a folder."""
-COMMAND, CONFIG = "argv.txt", "config.yaml"
 
 
 def show_report(path: Path | None) -> int:
@@ -156,9 +155,10 @@ def show_report(path: Path | None) -> int:
 
 
 def _lines(run: RunRecord | None) -> Iterator[str]:
-    config, argv = (str(run.read(name)) if run else "" for name in (CONFIG, COMMAND))
+    config, argv = (str(run.read(name)) if run else "" for name in ("config.yaml", "argv.txt"))
     secrets = find_secrets(config, [*sys.argv, *argv.split()], os.environ)
-    clean = lambda text: without_places(redact(text, secrets))
+    host = re.compile(rf"(?<![\w-]){re.escape(socket.gethostname())}(?![\w-])")
+    clean = lambda text: host.sub("<host>", _PATH.sub(r"<path>/\1", redact(text, secrets)))
     about = run_environment()
     yield "### Installation\n\n```text"
     for fact in facts():
@@ -181,9 +181,3 @@ def _lines(run: RunRecord | None) -> Iterator[str]:
     yield "```\n\n### Configuration\n\n```yaml"
     yield clean(config.strip())
     yield "```"
-
-
-def without_places(text: str) -> str:
-    """Replaces absolute paths by their last part, and the machine's name."""
-    host = re.escape(socket.gethostname())
-    return re.sub(rf"(?<![\w-]){host}(?![\w-])", "<host>", _PATH.sub(r"<path>/\1", text))

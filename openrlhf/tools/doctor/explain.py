@@ -26,7 +26,8 @@ def explain(words: list[str]) -> int:
     text = " ".join(words)
     texts = [*_explained(_read(text))] if text else [_list()]
     if not texts:
-        names = difflib.get_close_matches(text, _names(), n=3, cutoff=0.5)
+        known = [*CODES, *(message.name for message in MESSAGES)]
+        names = difflib.get_close_matches(text, known, n=3, cutoff=0.5)
         near = f"did you mean {' or '.join(names)}?" if names else "`openrlhf explain` lists what is known."
         raise UsageError(
             ErrorCode.NOT_FOUND,
@@ -36,10 +37,6 @@ def explain(words: list[str]) -> int:
         )
     print("\n\n".join(texts))
     return 0
-
-
-def _names() -> list[str]:
-    return [*CODES, *(message.name for message in MESSAGES)]
 
 
 def _read(text: str) -> str:
@@ -65,27 +62,19 @@ def _explained(text: str) -> Iterator[str]:
 
 def _of_code(code: ErrorCode) -> str:
     about = CODES[code]
-    example = f"$ {about.example.command}\n{about.example.message}"
     files = [f"{name}: {content.strip()}" for name, content in about.example.files.items()]
-    return "\n\n".join(
-        [
-            f"{code}: {meanings()[code]}",
-            _part("causes", about.causes),
-            _part("remedy", about.remedy),
-            _part("example", "\n".join([*files, example])),
-        ]
-    )
+    example = "\n".join([*files, f"$ {about.example.command}", about.example.message])
+    title = f"{code}: {meanings()[code]}"
+    return _explanation(title, causes=about.causes, remedy=about.remedy, example=example)
 
 
 def _of_message(message: Message) -> str:
-    return "\n\n".join(
-        [
-            f"{message.name}: an error of {message.source}",
-            _part("text", message.sample),
-            _part("meaning", message.meaning),
-            _part("remedy", message.remedy),
-        ]
-    )
+    title = f"{message.name}: an error of {message.source}"
+    return _explanation(title, text=message.sample, meaning=message.meaning, remedy=message.remedy)
+
+
+def _explanation(title: str, **parts: str) -> str:
+    return "\n\n".join([title, *(_part(name, text) for name, text in parts.items())])
 
 
 def _part(title: str, text: str) -> str:

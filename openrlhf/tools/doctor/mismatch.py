@@ -224,12 +224,6 @@ def _randomness(rows: Sequence[MismatchRow]) -> float:
     return float(np.mean(spreads, axis=0).max()) if spreads else float("nan")
 
 
-def mismatch_series(run: RunRecord) -> Series:
-    """Returns the mean of |log r| at each step, over samples of the current weights if the run reports it."""
-    fresh = run.series("mismatch/fresh_abs_diff_mean")
-    return fresh if len(fresh) else run.series("mismatch/abs_diff_mean")
-
-
 def find_noise(run: RunRecord) -> float:
     """Returns the mean of |log r| up to which rounding explains a mismatch."""
     return NOISE[str(run.flag("ds.param_dtype", "bf16"))]
@@ -252,7 +246,8 @@ def measure_mismatch(run: RunRecord) -> Mismatch | None:
 def mismatch_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]:
     """Yields the causes of a mismatch. `model`: folder of the weights that step 1 was sampled with; None:
     `--actor.model_name_or_path`."""
-    mismatch, reported = measure_mismatch(run), mismatch_series(run)
+    mismatch, of_fresh = measure_mismatch(run), run.series("mismatch/fresh_abs_diff_mean")
+    reported = of_fresh if len(of_fresh) else run.series("mismatch/abs_diff_mean")
     if mismatch is None:
         if len(reported) and reported.last(5) > find_noise(run):
             yield _unexplained(reported, find_noise(run))

@@ -48,7 +48,10 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
     entropy = run.series("policy/entropy")
     source = entropy.name
     if len(entropy) < 2:
-        entropy, source = _estimated(run), "mean -log p of the sampled tokens (an estimate of the entropy)"
+        steps = evenly(sorted(run.journal), 9)
+        found = {step: answers.surprise for step in steps if (answers := read_answers(run.journal[step]))}
+        entropy = Series("rollouts", np.array(list(found)), np.array(list(found.values())))
+        source = "mean -log p of the sampled tokens (an estimate of the entropy)"
     if len(entropy) < 2:
         return
     start, end = float(entropy.values[0]), entropy.last(max(1, len(entropy) // 10))
@@ -70,12 +73,6 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
         remedy="raise --actor.entropy_coef, the upper bound of --actor.eps_clip_low_high or "
         "--rollout.temperature, or lower --actor.adam.lr; resume from a checkpoint before the collapse",
     )
-
-
-def _estimated(run: RunRecord) -> Series:
-    steps = evenly(sorted(run.journal), 9)
-    found = {step: answers.surprise for step in steps if (answers := read_answers(run.journal[step]))}
-    return Series("rollouts", np.array(list(found)), np.array(list(found.values())))
 
 
 def _truncation(run: RunRecord) -> Iterator[Finding]:

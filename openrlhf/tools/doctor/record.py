@@ -127,7 +127,10 @@ class RunRecord(RunIndex):
     @cached_property
     def owner(self) -> Owner | None:
         """Process that started the run; None if there is no lock file."""
-        return _owner(self.read(LOCK))
+        if (match := _OWNER.match(self.read(LOCK))) is None:
+            return None
+        since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+        return Owner(int(match[1]), match[2], since)
 
     def series(self, name: str) -> Series:
         finite = [(row["step"], row[name]) for row in self.numbers if name in row]
@@ -166,10 +169,3 @@ class RunRecord(RunIndex):
     def process(self) -> psutil.Process | None:
         """The run's process on this machine; None if it does not run."""
         return self.owner.process() if self.owner else None
-
-
-def _owner(text: str) -> Owner | None:
-    if (match := _OWNER.match(text)) is None:
-        return None
-    since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
-    return Owner(int(match[1]), match[2], since)

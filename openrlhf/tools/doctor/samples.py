@@ -43,27 +43,24 @@ def read_answers(path: Path) -> Answers | None:
     rows = [row for row in rows if row["reward"] is not None]
     if not rows:
         return None
-    actions = [select_actions(row["token_ids"], row["action_ranges"]) for row in rows]
+    actions = [
+        [token for span in row["action_ranges"] for token in row["token_ids"][span["start"] : span["end"]]]
+        for row in rows
+    ]
     log_probs = np.concatenate([np.asarray(row["rollout_log_probs"], float) for row in rows])
     rewards = tuple(float(row["reward"]) for row in rows)
     lowest = [row for row in rows if row["reward"] == min(rewards)]
     return Answers(
         count=len(rows),
         surprise=float(-log_probs.mean()) if len(log_probs) else 0.0,
-        ngram_share=_commonest({tuple(ids[i : i + NGRAM]) for i in _starts(ids)} for ids in actions),
+        ngram_share=_commonest(
+            {tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)} for ids in actions
+        ),
         format_share=_commonest({(tuple(ids[:EDGE]), tuple(ids[-EDGE - 1 :]))} for ids in actions),
         duplicates=1 - len({tuple(ids) for ids in actions}) / len(actions),
         rewards=rewards,
         contains_label=float(np.mean([_has_label(row["label"], row["response"]) for row in lowest])),
     )
-
-
-def select_actions(token_ids: list[int], ranges: list[dict[str, int]]) -> list[int]:
-    return [token for span in ranges for token in token_ids[span["start"] : span["end"]]]
-
-
-def _starts(ids: list[int]) -> range:
-    return range(len(ids) - NGRAM + 1)
 
 
 def _commonest(of_samples: Iterable[set]) -> float:

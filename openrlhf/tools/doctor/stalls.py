@@ -96,7 +96,10 @@ def read_stacks(path: Path) -> list[Stack]:
     found = []
     for part in re.split(r"^== ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         process, _, text = part.partition("\n")
-        threads = [_frames(thread) for thread in re.split(r"^thread .*:$", text, flags=re.MULTILINE)[1:]]
+        threads = []
+        for thread in re.split(r"^thread .*:$", text, flags=re.MULTILINE)[1:]:
+            lines = re.findall(r'File "(.+?)", line (\d+), in (.+)', thread)  # by traceback.format_stack
+            threads.append(tuple(Frame(name, file, int(line)) for file, line, name in reversed(lines)))
         found.append(Stack(process, _working(threads)))
     return found
 
@@ -152,12 +155,6 @@ def _dump(process: psutil.Process, *, is_driver: bool) -> Stack | None:
         for thread in json.loads(answer.stdout)
     ]
     return Stack(name, _working(threads))
-
-
-def _frames(text: str) -> tuple[Frame, ...]:
-    """Reads the lines of `traceback.format_stack`."""
-    found = re.findall(r'File "(.+?)", line (\d+), in (.+)', text)
-    return tuple(Frame(function, file, int(line)) for file, line, function in reversed(found))
 
 
 def _working(threads: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:

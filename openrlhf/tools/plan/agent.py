@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 
 from openrlhf.api import (
     ACTOR_FLAG,
@@ -23,7 +22,6 @@ from openrlhf.api import (
     check_room,
     check_users_files,
     checking,
-    clean_text,
     counted,
     decode,
     engine_class,
@@ -33,7 +31,7 @@ from openrlhf.api import (
     waiting,
 )
 from openrlhf.api import runs_of_version as runs
-from openrlhf.tools.command_line.terminal import shows_colours
+from openrlhf.tools.command_line.terminal import colour_console, say
 
 ONE_SEQUENCE = "all requests form one token sequence"
 
@@ -71,8 +69,7 @@ async def play(config: PPOConfig, prompt: Prompt) -> PromptGroup:
 
 
 def report(config: PPOConfig, group: PromptGroup) -> None:
-    coloured = shows_colours()
-    console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
+    console = colour_console(sys.stdout)
     tokenizer = policy_tokenizer(config)
     episodes: dict[int, list[Trajectory]] = {}
     for t in group.trajectories:
@@ -85,19 +82,19 @@ def print_episode(console: Console, tokenizer: Any, index: int, parts: Sequence[
     first = parts[0]
     value = "no reward" if first.reward is None else f"reward {first.reward:g}"
     cut = ", truncated" if first.truncated else ""
-    write(console, f"\nepisode {index}: {first.outcome}, {value}{cut}", "bold")
+    say(console, f"\nepisode {index}: {first.outcome}, {value}{cut}", "bold")
     if first.error:
-        write(console, first.error, "red")
+        say(console, first.error, "red")
     if first.extra_logs:
-        write(console, ", ".join(f"{name} {number:g}" for name, number in first.extra_logs.items()), "dim")
+        say(console, ", ".join(f"{name} {number:g}" for name, number in first.extra_logs.items()), "dim")
     for name, text in first.extra_texts.items():
-        write(console, f"{name}: {text}", "dim")
+        say(console, f"{name}: {text}", "dim")
     for part, trajectory in enumerate(parts):
         if part:
-            write(console, departure(tokenizer, parts[:part], trajectory), "yellow")
+            say(console, departure(tokenizer, parts[:part], trajectory), "yellow")
         print_turns(console, tokenizer, trajectory)
     if len(parts) == 1 and first.num_actions:
-        write(console, ONE_SEQUENCE, "green")
+        say(console, ONE_SEQUENCE, "green")
 
 
 def print_turns(console: Console, tokenizer: Any, t: Trajectory) -> None:
@@ -113,8 +110,8 @@ def print_turns(console: Console, tokenizer: Any, t: Trajectory) -> None:
             turn += 1
         else:
             kind = f"{count} context tokens, not trained on"
-        write(console, kind, "bold cyan" if sampled else "dim")
-        write(console, text, "" if sampled else "italic cyan")
+        say(console, kind, "bold cyan" if sampled else "dim")
+        say(console, text, "" if sampled else "italic cyan")
         start = end
 
 
@@ -141,7 +138,3 @@ def shared(first: np.ndarray, second: np.ndarray) -> int:
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def write(console: Console, text: str, style: str) -> None:
-    console.print(Text(clean_text(text), style=style), soft_wrap=True, highlight=False)

@@ -121,7 +121,8 @@ def run(command: Command, invoked: Invocation, cluster: Cluster, options: argpar
     config, coloured = invoked.config, not options.no_color and shows_colours()
     check = Check(command, config, Preview(sys.stdout, coloured=coloured), Assumed.of(options))
     with check.part("versions"):
-        _versions(check)
+        check.problems += mismatches()
+        check.say("packages that are not named here have the versions that every change is tested with")
     with check.part("files and models"):
         _files(check)
     if isinstance(config, PPOConfig):
@@ -129,7 +130,10 @@ def run(command: Command, invoked: Invocation, cluster: Cluster, options: argpar
     else:
         _supervised_data(check)
     with check.part("disks"):
-        _disks(check)
+        ckpt = config.ckpt
+        check_places(config)
+        check_space(config, CheckpointFolder.of(config), (ckpt.max_num + 1) * max(1, ckpt.save_steps))
+        check.say(f"room for {ckpt.output_dir} and the checkpoints of {ckpt.folder}")
     with check.part("ports"):
         check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
     with check.part(f"plan for {cluster}"):
@@ -149,11 +153,6 @@ def _verdict(check: Check) -> int:
     for problem in check.problems:
         check.screen.line(readable(f"error: {describe(problem)}"))
     return 1
-
-
-def _versions(check: Check) -> None:
-    check.problems += mismatches()
-    check.say("packages that are not named here have the versions that every change is tested with")
 
 
 def _files(check: Check) -> None:
@@ -367,13 +366,6 @@ def _reach(check: Check, url: str) -> None:
 
 
 # ---- the machine
-
-
-def _disks(check: Check) -> None:
-    config, ckpt = check.config, check.config.ckpt
-    check_places(config)
-    check_space(config, CheckpointFolder.of(config), (ckpt.max_num + 1) * max(1, ckpt.save_steps))
-    check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
 
 
 def _plan(check: Check, cluster: Cluster) -> None:

@@ -186,7 +186,11 @@ def _suggest(plan: RunPlan) -> tuple[list[Change], RunPlan] | None:
 
     def planned(some: Sequence[Remedy]) -> RunPlan | None:
         changed = with_values(config, dict(change for remedy in some for change in remedy))
-        if not _is_allowed(command, changed, cluster):
+        problems = [*command.problems(changed, {}), *command.placed(changed, {})]
+        is_wrong = any(problem.fatal for problem in problems)
+        if is_wrong or (
+            isinstance(changed, PPOConfig) and resource_problems(changed, described(cluster.gpus))
+        ):
             return None
         return plan_run(command, changed, cluster, assumed)
 
@@ -215,13 +219,6 @@ def _need(plan: RunPlan) -> tuple[int, float]:
     return wrong, sum(max(demand.share, demand.limit) for demand in plan.memory)
 
 
-def _is_allowed(command: Command, config: Any, cluster: Cluster) -> bool:
-    problems = [*command.problems(config, {}), *command.placed(config, {})]
-    if any(problem.fatal for problem in problems):
-        return False
-    return not isinstance(config, PPOConfig) or not resource_problems(config, described(cluster.gpus))
-
-
 def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
     rl = isinstance(config, PPOConfig)
     if rl and config.engines_colocated:
@@ -232,7 +229,10 @@ def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
     if config.ds.bucket_mb is None:
         yield (("ds.bucket_mb", 100),)
     if config.train.dynamic_batch_enable:
-        yield from ((("train.max_tokens_per_gpu", tokens),) for tokens in _halves(config))
+        tokens = config.train.max_tokens_per_gpu // 2
+        while tokens >= config.data.max_len:
+            yield (("train.max_tokens_per_gpu", tokens),)
+            tokens //= 2
     else:
         yield (("train.micro_batch_size", 1),)
         if rl:
@@ -261,13 +261,6 @@ def _change_engines(config: PPOConfig, cluster: Cluster) -> Iterator[Remedy]:
     for share in (0.85, 0.7, 0.6, 0.5):
         if share < config.vllm.gpu_memory_utilization:
             yield (("vllm.gpu_memory_utilization", share),)
-
-
-def _halves(config: Any) -> Iterator[int]:
-    tokens = config.train.max_tokens_per_gpu // 2
-    while tokens >= config.data.max_len:
-        yield tokens
-        tokens //= 2
 
 
 def spelled(changes: Sequence[Change]) -> str:

@@ -271,7 +271,10 @@ def data(argv: Sequence[str] | None = None) -> None:
             case [] | ["--help" | "-h", *_] | ["preview"] | ["preview", "--help" | "-h"]:
                 print(USAGE)
             case ["preview", name, *flags] if name in SUPERVISED:
-                _preview(name, flags)
+                num_samples, no_color, rest = take_own(flags)
+                config = parse(next(each for each in TRAINING if each.name == name), rest).config
+                choose_hub(config.use_ms)
+                run("openrlhf.tools.plan.preview:preview", name, config, num_samples, no_color)
             case ["preview", name, *_]:
                 raise _unknown("data preview", name, f"it previews {', '.join(SUPERVISED)}")
             case [name, *_]:
@@ -281,14 +284,6 @@ def data(argv: Sequence[str] | None = None) -> None:
 def _unknown(command: str, name: str, remedy: str) -> UsageError:
     text = f"there is no such command; {remedy}"
     return UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=f"openrlhf {command}", value=repr(name))
-
-
-def _preview(name: str, flags: Sequence[str]) -> None:
-    num_samples, no_color, rest = take_own(flags)
-    command = next(command for command in TRAINING if command.name == name)
-    config = parse(command, rest).config
-    choose_hub(config.use_ms)
-    run("openrlhf.tools.plan.preview:preview", name, config, num_samples, no_color)
 
 
 def take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:

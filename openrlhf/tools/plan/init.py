@@ -209,7 +209,7 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
     answers = {name: asked[name][2](value) for name, value in flags.items()}
     for name, (text, default, check) in asked.items():
         if name not in answers:
-            default = str(gpus_here()) if name == "gpus" else default
+            default = str(len(gpu_names())) if name == "gpus" else default
             answers[name] = ask_for(f"--{name}", text, default, check)
     data, row = answers.pop("data")
     return {"what": what, "data": data, "row": row, "reward": ""} | answers
@@ -290,10 +290,6 @@ def _output(answer: str) -> str:
         text = f"cannot be written to: {reason}; name another folder"
         raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--output", value=answer)
     return answer
-
-
-def gpus_here() -> int:
-    return len(gpu_names())
 
 
 def render(

@@ -203,7 +203,11 @@ class Preview:
             f"{skipped.total():,} dropped, {dataset.truncated:,} cut at max_len{reasons}\n"
             f"{total:,} tokens, {learned:,} learned ({learned / total:.1%})\n"
         )
-        self.line(f"tokens of {'an' if unit == 'answer' else 'a'} {unit}: {_percentiles(lengths)}")
+        shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
+        found = {n: np.percentile(lengths, share, method="inverted_cdf") for n, share in shares.items()}
+        listed = ", ".join(f"{name} {value:,}" for name, value in found.items())
+        article = "an" if unit == "answer" else "a"
+        self.line(f"tokens of {article} {unit}: mean {lengths.mean():,.1f}, {listed}")
         bins = histogram(lengths)
         most = max(count for _, _, count in bins)
         for low, high, count in bins:
@@ -226,12 +230,6 @@ def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
     counts = np.bincount((lengths - low) // width)
     starts = [low + i * width for i in range(len(counts))]
     return [(n, min(n + width - 1, high), int(count)) for n, count in zip(starts, counts, strict=True)]
-
-
-def _percentiles(lengths: np.ndarray) -> str:
-    shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
-    found = {name: np.percentile(lengths, share, method="inverted_cdf") for name, share in shares.items()}
-    return f"mean {lengths.mean():,.1f}, " + ", ".join(f"{name} {value:,}" for name, value in found.items())
 
 
 def _heading(sequence: TokenSequence) -> str:

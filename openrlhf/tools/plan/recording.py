@@ -21,8 +21,8 @@ from openrlhf.api import (
     decode,
     policy_tokenizer,
 )
-from openrlhf.tools.command_line.terminal import shows_colours
-from openrlhf.tools.plan.agent import departure, play, prepare, print_turns, shared, write
+from openrlhf.tools.command_line.terminal import colour_console, say
+from openrlhf.tools.plan.agent import departure, play, prepare, print_turns, shared
 
 STATUS = "exit_status"
 DRIFT = "drift"
@@ -74,9 +74,7 @@ def _shown(tokenizer: Any, token_ids: list[int], start: int) -> str:
 def run(config: PPOConfig) -> int:
     """Returns the program's exit status; 1 if it could not be run."""
     group = asyncio.run(play(config, prepare(config)))
-    coloured = shows_colours()
-    console = Console(file=sys.stderr, force_terminal=coloured, color_system="auto" if coloured else None)
-    report(console, policy_tokenizer(config), group.trajectories)
+    report(colour_console(sys.stderr), policy_tokenizer(config), group.trajectories)
     first = group.trajectories[0]
     return int(first.extra_logs[STATUS]) if first.ok else 1
 
@@ -84,24 +82,21 @@ def run(config: PPOConfig) -> int:
 def report(console: Console, tokenizer: Any, parts: Sequence[Trajectory]) -> None:
     first = parts[0]
     if first.error:
-        write(console, first.error, "red")
+        say(console, first.error, "red")
     if not first.num_actions:
         text = "the policy sampled nothing: does the program read OPENAI_BASE_URL or ANTHROPIC_BASE_URL?"
-        write(console, text, "red")
+        say(console, text, "red")
         return
     for part, trajectory in enumerate(parts):
-        write(console, f"\nsegment {part + 1} of {len(parts)}", "bold")
+        say(console, f"\nsegment {part + 1} of {len(parts)}", "bold")
         if part:
-            write(console, departure(tokenizer, parts[:part], trajectory), "yellow")
+            say(console, departure(tokenizer, parts[:part], trajectory), "yellow")
         print_turns(console, tokenizer, trajectory)
     learned, total = (sum(f(t) for t in parts) for f in (lambda t: t.num_actions, lambda t: len(t.token_ids)))
     turns = counted(sum(len(t.turn_starts) for t in parts), "turn")
     segments = f"{counted(len(parts), 'segment')}, which share{'s' * (len(parts) == 1)} the episode's reward"
-    write(console, f"\n{turns} in {segments}: {learned:,} of {total:,} tokens would be trained on", "green")
-    write(console, _drift(first.extra_texts.get(DRIFT, "")), "yellow")
-
-
-def _drift(found: str) -> str:
-    if not found:
-        return "no drift: the template would write every segment with the tokens that were sampled"
-    return f"drift, which training does not have, because it keeps the sampled tokens:\n{found}"
+    say(console, f"\n{turns} in {segments}: {learned:,} of {total:,} tokens would be trained on", "green")
+    drift = "no drift: the template would write every segment with the tokens that were sampled"
+    if found := first.extra_texts.get(DRIFT):
+        drift = f"drift, which training does not have, because it keeps the sampled tokens:\n{found}"
+    say(console, drift, "yellow")

@@ -55,7 +55,8 @@ def schema(command: Command) -> dict[str, Any]:
     root = _section(f"Flags of `openrlhf {command.name}`. {command.summary}")
     for key, field in list_flags(command.config_type).items():
         own = schema_of(field.type) | {"description": field.help}
-        if _is_json(default := defaults[key]) and key != "logger.wandb.run_name":  # its default is unique
+        is_json = not isinstance(default := defaults[key], float) or math.isfinite(default)
+        if is_json and key != "logger.wandb.run_name":  # its default is unique
             own["default"] = default
         _insert(root, key, own)
     for table, entry in flag_tables(command.config_type).items():
@@ -124,7 +125,3 @@ def _restricted(base: dict[str, Any], limits: Any) -> dict[str, Any]:
         reference = {"type": "string", "pattern": ":"}  # to a class of the user's
         return {"anyOf": [named, reference]} if limits.others else named
     return base
-
-
-def _is_json(value: Any) -> bool:
-    return not (isinstance(value, float) and not math.isfinite(value))

@@ -34,24 +34,20 @@ def run(command: Command, config: Any, cluster: Cluster, options: argparse.Names
 
 
 def show(plan: RunPlan, stream: TextIO) -> None:
-    console = build_console(stream)
-    say = lambda text, style="": console.print(Text(text, style=style), soft_wrap=True)
-    say(
-        f"{plan.command.name} on {plan.cluster}: {_verdict(plan)}",
-        "bold " + ("green" if plan.fits else "red"),
-    )
+    console, style = build_console(stream), "bold green" if plan.fits else "bold red"
+    say(console, f"{plan.command.name} on {plan.cluster}: {_verdict(plan)}", style)
     console.print(_models(plan))
     if plan.layout is not None:
-        say(f"\nplacement\n{_shortened(placement_table(plan.layout))}")
-    say("\nbatches")
+        say(console, f"\nplacement\n{_shortened(placement_table(plan.layout))}")
+    say(console, "\nbatches")
     for line in batch_lines(plan):
-        say(line)
+        say(console, line)
     for found in _memory(plan.memory):
         console.print(found)
     console.print(_time(plan))
-    say("")
+    say(console, "")
     for line in binding_lines(plan):
-        say(line)
+        say(console, line)
 
 
 def _shortened(table: str) -> str:

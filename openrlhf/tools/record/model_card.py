@@ -33,6 +33,7 @@ def write_model_card(
         library_name="transformers",
         tags=["openrlhf", command],
     )
+    packages = json.loads((run.path / "env.json").read_text(encoding="utf-8"))["versions"]
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {Path(folder).resolve().name}",
@@ -40,7 +41,7 @@ def write_model_card(
         "## Metrics",
         _metrics_table(run),
         "## Versions",
-        _versions(run),
+        yaml.safe_dump({name: packages[name] for name in SHOWN_PACKAGES if packages.get(name)}).strip(),
         "## Configuration",
         f"```yaml\n{(run.path / 'config.yaml').read_text(encoding='utf-8').strip()}\n```",
     ]
@@ -80,8 +81,3 @@ def _metrics_table(run: RunIndex) -> str:
         }
     rows = [f"| {name} | {value:.4g} | {step} |" for name, (value, step) in sorted(last.items())]
     return "\n".join(["| metric | last value | step |", "|---|---|---|", *rows])
-
-
-def _versions(run: RunIndex) -> str:
-    packages = json.loads((run.path / "env.json").read_text(encoding="utf-8"))["versions"]
-    return yaml.safe_dump({name: packages[name] for name in SHOWN_PACKAGES if packages.get(name)}).strip()

@@ -50,22 +50,16 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
         for t in samples
     ]
     if stream.isatty():
-        _print_rich(rows, stream)
+        table = Table(title="samples", show_lines=True, expand=True)
+        for column, ratio in (("reward", None), ("tokens", None), ("prompt", 2), ("answer", 3)):
+            table.add_column(column, justify="left" if ratio else "right", ratio=ratio)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console(file=stream).print(table)
         return
     for reward, tokens, prompt, answer in rows:
         print(f"--- reward {reward}  tokens {tokens}", file=stream)
         print(f"prompt: {prompt}\nanswer: {answer}", file=stream, flush=True)
-
-
-def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
-    table = Table(title="samples", show_lines=True, expand=True)
-    table.add_column("reward", justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("prompt", ratio=2)
-    table.add_column("answer", ratio=3)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(file=stream).print(table)
 
 
 class Rollouts(Hook):

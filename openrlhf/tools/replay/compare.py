@@ -122,7 +122,10 @@ def bisect(a: RecordedRun, b: RecordedRun) -> Bisection:
             break
         equal.append(stage)
     if first is not None and not first.name.startswith("checkpoint"):
-        later = next(_checkpoints_from(first.step, a, b), None)
+        saved = _common(a.checkpoints(), b.checkpoints()).items()
+        later = next(
+            (s for step, models in saved if step >= first.step for s in _checkpoints(step, models)), None
+        )
     return Bisection(settings=settings(a, b), equal=equal, first=first, later=later, alone=_alone(a, b))
 
 
@@ -170,12 +173,6 @@ def _rollouts(step: int, name: str, journals: tuple[Path, Path]) -> Stage:
     kept = any(len(table) != num_samples(table) for table in tables)
     title = {"step": "rollouts", "filtered": "filtered rollouts", "eval": "evaluation"}[name]
     return Stage(step=step, name=title, found=[*compare_rollouts(*tables, kept=kept)])
-
-
-def _checkpoints_from(step: int, a: RecordedRun, b: RecordedRun) -> Iterator[Stage]:
-    for saved, models in _common(a.checkpoints(), b.checkpoints()).items():
-        if saved >= step:
-            yield from _checkpoints(saved, models)
 
 
 def _checkpoints(

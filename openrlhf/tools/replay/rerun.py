@@ -93,7 +93,10 @@ class Rerun:
             self._check_rollouts()
 
     def _check_rollouts(self) -> None:
-        if self.run.flags["algo.router_replay"]:
+        flags = self.run.flags
+        truncates = flags["rollout.top_p"] < 1 or flags["rollout.top_k"] > 0
+        truncates = truncates and flags["rollout.max_kept_tokens"] > 0
+        if flags["algo.router_replay"]:
             text = "the run trained with the engine's routing of experts, which rollouts do not record"
             raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--algo.router_replay")
         journals = self.run.rollouts()
@@ -110,15 +113,9 @@ class Rerun:
             if "images" in table.column_names and any(map(len, table["images"].to_pylist())):
                 text = "has samples with images, whose content is not recorded"
                 raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
-            if self._truncates and "kept_ids" not in table.column_names:
+            if truncates and "kept_ids" not in table.column_names:
                 text = "an older release wrote it, without the nucleus of --rollout.top_p and --rollout.top_k"
                 raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
-
-    @property
-    def _truncates(self) -> bool:
-        flags = self.run.flags
-        truncates = flags["rollout.top_p"] < 1 or flags["rollout.top_k"] > 0
-        return truncates and flags["rollout.max_kept_tokens"] > 0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -177,13 +174,10 @@ def build_environment(run: RecordedRun, code: Path | None = None) -> dict[str, s
     own |= {"OMP_NUM_THREADS": "1"} if run.command == PPO.name else {}
     recorded = {name.removeprefix("variables."): v for name, v in run.environment.items()}
     own |= {name: str(value) for name, value in recorded.items() if name.startswith(THREADS)}
-    return own if code is None else own | _importing_first(code, run.working_directory)
-
-
-def _importing_first(code: Path, working_directory: Path) -> dict[str, str]:
-    """Returns variables with which `python -m` imports from `code` before its working directory."""
-    others = [path for path in (os.environ.get("PYTHONPATH"), str(working_directory)) if path]
-    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([str(code), *others])}
+    if code is not None:  # `python -m` imports from it before its working directory
+        others = [path for path in (os.environ.get("PYTHONPATH"), str(run.working_directory)) if path]
+        own |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([str(code), *others])}
+    return own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Prints the results of `openrlhf replay` and `openrlhf bisect`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
 from rich.text import Text
 
 from openrlhf.api import clean_text, format_number
-from openrlhf.tools.command_line.terminal import build_console, build_table
+from openrlhf.tools.command_line.terminal import build_console, build_table, say
 from openrlhf.tools.replay.compare import Bisection, Settings, Stage, describe_cause
 from openrlhf.tools.replay.differences import Compared, shown
 from openrlhf.tools.replay.rerun import Replayed, Rerun
@@ -24,7 +24,7 @@ class Screen:
         self._console = build_console(stream)
 
     def say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(clean_text(text), style=style), soft_wrap=True)
+        say(self._console, text, style)
 
     def stage(self, stage: Stage) -> None:
         title, differing = f"{stage.name} of step {stage.step}", stage.differing
@@ -90,14 +90,11 @@ class Screen:
         if not any(titles.values()):
             self.say("\nflags and environment: equal")
         for title, changed in titles.items():
+            made = build_table(title, "", "first run", "second run")
+            for name, values in changed.items():
+                made.add_row(*(Text(clean_text(cell)) for cell in (name, *map(shown, values))))
             if changed:
-                self._pairs(title, changed)
-
-    def _pairs(self, title: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
-        made = build_table(title, "", "first run", "second run")
-        for name, values in changed.items():
-            made.add_row(*(Text(clean_text(cell)) for cell in (name, *map(shown, values))))
-        self._console.print(made)
+                self._console.print(made)
 
 
 def _summary(stages: Sequence[Stage]) -> str:

@@ -95,7 +95,8 @@ def run(config: BatchInferenceConfig) -> None:
     done = finished(config.raw_path)
     pending = [item for item in work if item.key not in done]
     rank, world = _join_ranks(config)  # a barrier: all ranks have read the file before one writes
-    mine = pending[rank::world]
+    mine, title = pending[rank::world], "score" if config.task == "rm" else "generate"
+    title += f" (rank {rank} of {world})" if world > 1 else ""
     with Progress(show=rank == 0) as progress:
         if done:
             progress.message(f"{config.raw_path} already has {len(done)} of {len(work)} rows")
@@ -111,7 +112,7 @@ def run(config: BatchInferenceConfig) -> None:
                         do = stack.enter_context(LOADERS[_loader(config)](config, tokenizer))
                     progress.start(0)
                     results = stack.enter_context(ResultFile(config.raw_path, rank))
-                    phase = stack.enter_context(progress.phase(_phase_name(config, rank, world), len(mine)))
+                    phase = stack.enter_context(progress.phase(title, len(mine)))
                     do(mine, recorder.begin(results, phase))
             with progress.phase("other ranks"):
                 num_tokens = _sum_over_ranks(config, recorder.num_tokens)
@@ -212,7 +213,7 @@ def _vllm(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> I
         config,
         model=config.model.model_name_or_path,
         model_flag=MODEL_FLAG,
-        max_len=_longest(config),
+        max_len=sum(flag_values(config)[key] for key in length_keys(config)),
         on_gpu=DEVICE_TYPE == "cuda",
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         max_num_seqs=config.vllm.max_num_seqs,
@@ -342,20 +343,10 @@ def build_sampling_params(
     )
 
 
-def _longest(config: BatchInferenceConfig) -> int:
-    values = flag_values(config)
-    return sum(values[key] for key in length_keys(config))
-
-
 def _columns(config: BatchInferenceConfig) -> dict[str, str | None]:
     data = config.data
     columns = {"--data.input_key": data.input_key, "--data.tools_key": data.tools_column}
     return columns | ({"--data.output_key": data.output_key} if config.task == "rm" else {})
-
-
-def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:
-    verb = "score" if config.task == "rm" else "generate"
-    return verb if world == 1 else f"{verb} (rank {rank} of {world})"
 
 
 def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:

@@ -163,7 +163,13 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
     tokenizer = load_run_tokenizer(config)
     config = _with_template(config, explicit, tokenizer.chat_template)
     log_stops(config, tokenizer)
-    conversation = _conversation(config, tokenizer)
+    conversation = Conversation(
+        tokenizer,
+        apply_chat_template=config.data.apply_chat_template,
+        input_template=config.data.input_template,
+        start=Path(config.ta_prompt).read_text(encoding="utf-8").strip() if config.ta_prompt else "",
+        suffix=config.csft.prompt if config.csft.enable else None,
+    )
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
         model = _load(config, tokenizer)
     with closing(model):
@@ -182,16 +188,6 @@ def _with_template(config: ChatConfig, explicit: Explicit, template: Any) -> Cha
     model = config.model.model_name_or_path
     notify(f"note: messages are in the chat template of {model}; --{flag} false leaves it out")
     return with_values(config, {flag: True})
-
-
-def _conversation(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Conversation:
-    return Conversation(
-        tokenizer,
-        apply_chat_template=config.data.apply_chat_template,
-        input_template=config.data.input_template,
-        start=Path(config.ta_prompt).read_text(encoding="utf-8").strip() if config.ta_prompt else "",
-        suffix=config.csft.prompt if config.csft.enable else None,
-    )
 
 
 def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> AnswerStream:

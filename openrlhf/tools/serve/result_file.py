@@ -44,10 +44,6 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.close()
 
 
-def row_key(row: Row) -> Key:
-    return row["prompt_id"], row["sample_index"]
-
-
 def finished(path: str | Path) -> dict[Key, Row]:
     """Returns the rows of all ranks so far, by key. Raises UsageError for a line that is not such a row."""
     rows: dict[Key, Row] = {}
@@ -56,7 +52,7 @@ def finished(path: str | Path) -> dict[Key, Row]:
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 row = json.loads(line)
-                rows[row_key(row)] = row
+                rows[row["prompt_id"], row["sample_index"]] = row
             except (ValueError, TypeError, KeyError) as error:
                 text = "not a row that batch_inference wrote. Remove the line, or the file."
                 raise UsageError(ErrorCode.INVALID_ROW, text, value=file, row=number) from error

@@ -79,17 +79,14 @@ class TextScorer:
                 readable.append(i)
             except BadRow as reason:
                 results[i] = reason
-        for places in self._rows([samples[i].length for i in readable]):
+        rows, size = pack_to_budget([samples[i].length for i in readable], self.max_tokens), self.batch_size
+        size = size or max(1, len(readable))
+        for places in (row[start : start + size] for row in rows for start in range(0, len(row), size)):
             indices = [readable[place] for place in places]
             for i, score in zip(indices, self._score([samples[i] for i in indices]), strict=True):
                 is_cut = len(token_ids[i]) > self.max_len
                 results[i] = score if isinstance(score, Exception) else Scored(score=score, is_cut=is_cut)
         return results
-
-    def _rows(self, lengths: Sequence[int]) -> list[list[int]]:
-        rows = pack_to_budget(lengths, self.max_tokens)
-        size = self.batch_size or len(lengths)
-        return [row[start : start + size] for row in rows for start in range(0, len(row), size)]
 
     def _score(self, samples: Sequence[Sample]) -> list[float] | list[Exception]:
         try:

@@ -98,18 +98,15 @@ def write_report(path: Path, command: str, config: Any, findings: Sequence[Findi
     it as .txt. Secrets are left out."""
     config_yaml = to_yaml(config)
     secrets = find_secrets(config_yaml, sys.argv, os.environ)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine = {"gpus": gpus, "cuda": torch.version.cuda, "torch": torch.__version__, "argv": sys.argv}
     content = {
         "command": command,
         "findings": [asdict(finding) for finding in findings],
         "notes": notes,
-        "environment": {key: value for key, value in environment().items() if key != "host"} | machine(),
+        "environment": {key: value for key, value in environment().items() if key != "host"} | machine,
         "config": config_yaml,
     }
     write_atomically(path, redact(json.dumps(content, indent=1), secrets))
     lines = [table(findings), "", "notes", *(f"  {key}: {value}" for key, value in notes.items())]
     write_atomically(path.with_suffix(".txt"), redact("\n".join(lines) + "\n", secrets))
-
-
-def machine() -> dict[str, Any]:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"gpus": gpus, "cuda": torch.version.cuda, "torch": torch.__version__, "argv": sys.argv}

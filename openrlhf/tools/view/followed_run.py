@@ -6,17 +6,15 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow.parquet as pq
-
 from openrlhf.api import (
     JOURNAL_FILE,
     RunIndex,
     UsageError,
     best_to_worst,
+    read_table,
     unwaiting,
 )
 from openrlhf.api import LOCK_FILE as LOCK
-from openrlhf.api import reading_run as reading
 from openrlhf.tools.view.metrics import Metrics, Tail, integer
 
 STEPS_KEPT = 2000
@@ -142,7 +140,10 @@ class FollowedRun:
             return
         self.samples_file = newest.name
         try:
-            self.samples, self.samples_error = read_samples(newest), ""
+            table = read_table(newest, SAMPLE_COLUMNS)
+            rewards = table["reward"].to_pylist()
+            chosen = best_to_worst(rewards, SAMPLES_KEPT, failed=SAMPLES_KEPT // 4)
+            self.samples, self.samples_error = table.take(chosen).to_pylist(), ""
         except (FileNotFoundError, UsageError) as error:
             self.samples, self.samples_error = [], str(error)
 
@@ -187,12 +188,3 @@ def is_locked(folder: Path) -> bool | None:
     except OSError:
         return None
     return False
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """Reads samples of a step, evenly spaced from best to worst reward, and failed ones."""
-    with reading(path), pq.ParquetFile(path) as file:
-        columns = [name for name in SAMPLE_COLUMNS if name in file.schema_arrow.names]
-        rewards = file.read(["reward"])["reward"].to_pylist()
-        chosen = best_to_worst(rewards, SAMPLES_KEPT, failed=SAMPLES_KEPT // 4)
-        return file.read(columns).take(chosen).to_pylist()

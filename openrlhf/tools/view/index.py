@@ -6,7 +6,6 @@ instance because another viewer has it open, the index is built in memory."""
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
+import pyarrow as pa
 
-from openrlhf.api import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, cache_folder, read_table
-from openrlhf.api import reading_run as reading
+from openrlhf.api import JOURNAL_FILE, RunFolder, cache_folder, read_table
 
 POLL_SECONDS = 2.0
 """Time between two scans of the folders of journals."""
@@ -56,6 +55,8 @@ DERIVED = {
 tokens that the policy chose, and `version` the newest weight version that sampled them."""
 PLACE = {"file": "VARCHAR", "row": "BIGINT", "kind": "VARCHAR", "step": "BIGINT"}
 """Place of a rollout: file of the journal, row in it, and the two parts of the file's name."""
+WANTED = [*FACTS, *(column for _, column, _ in DERIVED.values())]
+"""Columns of the journal that are read."""
 TYPES = PLACE | FACTS | {name: type_ for name, (type_, _, _) in DERIVED.items()}
 
 
@@ -202,17 +203,15 @@ class Index:
         self._count(i, run)
 
     def _insert(self, i: int, run: Indexed, states: dict[str, FileState]) -> None:
-        folder, names = run.folder.rollouts_path, list(states)
-        columns = ", ".join(f'"{name}"' for name in TYPES)
-        for name in names:
-            with reading(folder / name):  # a FIFO would never be read to its end
-                pass
+        columns = ", ".join(map(_name, TYPES))
         with self._database.cursor() as cursor:
             cursor.begin()
-            self._delete(cursor, i, names)
-            for relation in _relations(cursor, folder, names):
-                select = _selection(cursor, relation)
-                cursor.execute(f"INSERT INTO run{i}.rollouts ({columns}) {select}")
+            self._delete(cursor, i, list(states))
+            for name in states:
+                table = read_table(run.folder.rollouts_path / name, WANTED)
+                numbered = table.append_column("row", pa.array(range(len(table))))
+                cursor.register("journal", numbered)
+                cursor.execute(f"INSERT INTO run{i}.rollouts ({columns}) {_selection(name, numbered)}")
             rows = [(name, *state) for name, state in states.items()]
             cursor.executemany(f"INSERT INTO run{i}.files VALUES (?, ?, ?)", rows)
             cursor.commit()
@@ -223,53 +222,21 @@ class Index:
             cursor.execute(f"DELETE FROM run{i}.{table} WHERE file IN (SELECT unnest(?))", [list(names)])
 
 
-def parquet(path: Path) -> str:
-    """Returns the SQL expression that reads a Parquet file and numbers its rows in `file_row_number`."""
-    return f"read_parquet([{_literal(path)}], filename=true, file_row_number=true)"
-
-
-def _relations(cursor: duckdb.DuckDBPyConnection, folder: Path, names: Sequence[str]) -> list[str]:
-    relations = []
-    if paths := [folder / name for name in names if name.endswith(".parquet")]:
-        listed = ", ".join(_literal(path) for path in paths)
-        options = "union_by_name=true, filename=true, file_row_number=true"
-        relations.append(f"read_parquet([{listed}], {options})")
-    for name in names:
-        if name.endswith(".jsonl"):
-            relations.append(_json_lines(cursor, folder / name))
-    return relations
-
-
-def _json_lines(cursor: duckdb.DuckDBPyConnection, path: Path) -> str:
-    name = f"json_{_step(path.name)}"
-    cursor.register(name, read_table(path))
-    place = f"{_quoted(path.name)} AS filename, row_number() OVER () - 1 AS file_row_number"
-    return f"(SELECT *, {place} FROM {name})"
-
-
-def _selection(cursor: duckdb.DuckDBPyConnection, relation: str) -> str:
+def _selection(file: str, table: pa.Table) -> str:
     """Returns the query for the columns of the index. Copied columns that the journal lacks, because an
     earlier version wrote it, are null, and derived ones are 0."""
-    described = cursor.execute(f"DESCRIBE SELECT * FROM {relation}").fetchall()
-    there = {row[0] for row in described}
-    earlier = {new: old for old, new in RENAMED_COLUMNS.items()}
-
-    def column(name: str) -> str:
-        names = [n for n in (name, earlier.get(name, name)) if n in there]
-        return f"coalesce({', '.join(_name(n) for n in names)})" if names else "NULL"
-
     expressions = {
-        "file": "parse_filename(filename)",
-        "row": "file_row_number",
-        "kind": r"regexp_extract(parse_filename(filename), '^(\w+)_\d+\.', 1)",
-        "step": r"regexp_extract(parse_filename(filename), '_(\d+)\.', 1)::BIGINT",
-        **{name: column(name) for name in FACTS},
+        "file": _quoted(file),
+        "row": _name("row"),
+        "kind": _quoted(file.rpartition("_")[0]),
+        "step": str(_step(file)),
+        **{name: _name(name) if name in table.column_names else "NULL" for name in FACTS},
         **{
-            name: f"coalesce({expression.format(column(of))}, 0)" if of in there else "0"
-            for name, (_, of, expression) in DERIVED.items()
+            name: f"coalesce({expression.format(_name(column))}, 0)" if column in table.column_names else "0"
+            for name, (_, column, expression) in DERIVED.items()
         },
     }
-    return f"SELECT {', '.join(f'{expressions[name]} AS {_name(name)}' for name in TYPES)} FROM {relation}"
+    return f"SELECT {', '.join(f'{expressions[name]} AS {_name(name)}' for name in TYPES)} FROM journal"
 
 
 def _journals(folder: Path) -> dict[str, FileState]:
@@ -285,11 +252,6 @@ def _journals(folder: Path) -> dict[str, FileState]:
 def _step(name: str) -> int:
     match = JOURNAL_FILE.fullmatch(name)
     return int(match["step"]) if match else 0
-
-
-def _literal(path: Path) -> str:
-    """Returns a path as an SQL literal. Characters that DuckDB would expand as a pattern are escaped."""
-    return _quoted(re.sub(r"[\[*?]", lambda match: f"[{match[0]}]", str(path)))
 
 
 def _quoted(text: str) -> str:

@@ -227,14 +227,12 @@ def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
             "total": format_duration(total),
             "width": f"{min(100.0, 100 * total / whole):.1f}",
             "share": f"{100 * total / whole:.0f}",
-            "memory": _peak(curves.get(f"memory/{name}_gb", [])),
+            "memory": f"{max(v for _, v in peaks):.1f} GB"
+            if (peaks := curves.get(f"memory/{name}_gb"))
+            else "",
         }
         for name, total in sorted(totals.items(), key=lambda item: -item[1])[:20]
     ]
-
-
-def _peak(curve: Curve) -> str:
-    return f"{max(value for _, value in curve):.1f} GB" if curve else ""
 
 
 def _ends(files: dict[int, Path]) -> set[int]:

@@ -4,14 +4,13 @@ import difflib
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 from openrlhf.api import (
     JOURNAL_FILE,
-    RENAMED_COLUMNS,
     ErrorCode,
     ImageSources,
     RunFolder,
@@ -23,7 +22,7 @@ from openrlhf.api import (
     read_label,
     read_rows,
 )
-from openrlhf.tools.view.index import Index, parquet
+from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.rollouts import prompt_length
 
 Row = dict[str, Any]
@@ -49,14 +48,9 @@ def read_row(index: Index, run: int, file: str, row: int) -> Row:
     known = run < len(index.runs) and file in index.runs[run].known
     if not known or not JOURNAL_FILE.fullmatch(file):
         raise UsageError(ErrorCode.NOT_FOUND, "the run has no such journal file", value=file)
-    path = index.runs[run].folder.rollouts_path / file
-    if path.suffix == ".parquet":
-        rows = index.rows(f"SELECT * FROM {parquet(path)} WHERE file_row_number = ?", [row])
-    else:
-        rows = read_rows(path, [row])
-    if not rows:
+    if not index.rows("SELECT 1 FROM rollouts WHERE run = ? AND file = ? AND row = ?", [run, file, row]):
         raise UsageError(ErrorCode.NOT_FOUND, f"the file has no row {row}", value=file)
-    found = {RENAMED_COLUMNS.get(name, name): value for name, value in rows[0].items()}
+    (found,) = read_rows(index.runs[run].folder.rollouts_path / file, [row])
     label = read_label(found)
     return found | {"label": label if label is None or isinstance(label, str) else found["label"]}
 
@@ -78,7 +72,7 @@ def tracks(row: Row) -> dict[str, list[float | None]]:
     choose. Quantities that need a column that the journal lacks are left out."""
     start = prompt_length(row)
     places = [i - start for r in row["action_ranges"] for i in range(r["start"], r["end"])]
-    size = len(row["token_ids"]) - start
+    size, turns = len(row["token_ids"]) - start, sorted(row["turn_starts"])
     sampler, trainer, reference = (
         row.get(name) for name in ("rollout_log_probs", "log_probs", "ref_log_probs")
     )
@@ -91,18 +85,13 @@ def tracks(row: Row) -> dict[str, list[float | None]]:
         "version": list(
             chain.from_iterable(repeat(r["version"], r["count"]) for r in row["weight_versions"])
         ),
-        "turn": _turns([start + place for place in places], row["turn_starts"]),
+        "turn": [bisect_right(turns, start + place) for place in places],
     }
     return {name: _placed(values, places, size) for name, values in of_actions.items() if values}
 
 
 def _difference(first: Sequence[float] | None, second: Sequence[float] | None) -> list[float] | None:
     return [a - b for a, b in zip(first, second, strict=True)] if first and second else None
-
-
-def _turns(tokens: Sequence[int], starts: Iterable[int]) -> list[int]:
-    ordered = sorted(starts)
-    return [bisect_right(ordered, token) for token in tokens]
 
 
 def _placed(values: Sequence[float], places: Sequence[int], size: int) -> list[float | None]:

@@ -27,7 +27,7 @@ from openrlhf.api import (
 )
 from openrlhf.api import reading_run as reading
 from openrlhf.tools.command_line.runs import find_run
-from openrlhf.tools.command_line.terminal import shows_colours
+from openrlhf.tools.command_line.terminal import colour_console, say
 from openrlhf.tools.view.flags import NAMES
 
 MOST_LISTED = 20
@@ -51,28 +51,27 @@ def show(
     """Prints rows. `pieces`: for each the text of each token after the prompt; None: the stored answers."""
     largest = max((abs(a) for row in rows for a in row["advantages"] or () if math.isfinite(a)), default=0.0)
     if pieces:
-        _print(console, legend(largest))
+        say(console, legend(largest))
     for i, row in enumerate(rows):
-        _print(console, Text(clean_text(f"\n{title} · {headline(row)}"), style="bold"))
+        say(console, f"\n{title} · {headline(row)}", "bold")
         for name, text in facts(row):
-            _print(console, Text.assemble((f"{clean_text(name):<7} ", "dim"), clean_text(text)))
-        answer = coloured(row, pieces[i], largest) if pieces else Text(clean_text(stored(row)))
-        _print(console, Text.assemble((f"{'answer':<8}", "dim"), answer))
-
-
-def _print(console: Console, text: Text) -> None:
-    console.print(text, soft_wrap=True, highlight=False)
+            say(console, Text.assemble((f"{clean_text(name):<7} ", "dim"), clean_text(text)))
+        stored = NOT_DECODED if row["response"] is None else row["response"]
+        answer = coloured(row, pieces[i], largest) if pieces else Text(clean_text(stored))
+        say(console, Text.assemble((f"{'answer':<8}", "dim"), answer))
 
 
 def headline(row: Row) -> str:
     part = f" part {row['part']}" if row["part"] else ""
     numbers = [f"{name} {format_number(row[name])}" for name in ("reward", "score") if row[name] is not None]
-    if (advantage := mean_advantage(row)) is not None:
-        numbers.append(f"advantage {advantage:+.3g}")
+    if advantages := row["advantages"]:
+        numbers.append(f"advantage {sum(advantages) / len(advantages):+.3g}")
     versions = ", ".join(
         f"{run['version']}" + (f" ({run['count']} tokens)" if len(row["weight_versions"]) > 1 else "")
         for run in row["weight_versions"]
     )
+    visits = zip(row["optimizer_steps"] or (), row["ranks"] or (), strict=True)
+    updates = ", ".join(f"optimizer step {step} on rank {rank}" for step, rank in visits)
     return " · ".join(
         [
             f"prompt {row['prompt_id']} sample {row['sample_index']}{part}",
@@ -81,19 +80,9 @@ def headline(row: Row) -> str:
             row["finish_reason"] + (", cut off" if row["truncated"] else ""),
             f"{len(row['rollout_log_probs'])} tokens",
             *([f"weights {versions}"] if versions else []),
-            *([updates] if (updates := list_updates(row)) else []),
+            *([updates] if updates else []),
         ]
     )
-
-
-def mean_advantage(row: Row) -> float | None:
-    advantages = row["advantages"]
-    return sum(advantages) / len(advantages) if advantages else None
-
-
-def list_updates(row: Row) -> str:
-    visits = zip(row["optimizer_steps"] or (), row["ranks"] or (), strict=True)
-    return ", ".join(f"optimizer step {step} on rank {rank}" for step, rank in visits)
 
 
 def facts(row: Row) -> list[tuple[str, str]]:
@@ -107,10 +96,6 @@ def facts(row: Row) -> list[tuple[str, str]]:
     }
     said = ((text["name"], text["value"]) for text in row.get("extra_texts") or ())
     return [(name, text) for name, text in (*named.items(), *said) if text]
-
-
-def stored(row: Row) -> str:
-    return NOT_DECODED if row["response"] is None else row["response"]
 
 
 def prompt_length(row: Row) -> int:
@@ -149,8 +134,7 @@ def legend(largest: float) -> Text:
 
 
 def run(options: argparse.Namespace) -> None:
-    coloured = shows_colours()
-    console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
+    console = colour_console(sys.stdout)
     options.run = find_run(options.run)
     steps = find_steps(options.run, options.name)
     step = options.step if options.step is not None else max(steps)
@@ -159,10 +143,9 @@ def run(options: argparse.Namespace) -> None:
     with reading(steps[step]):
         found, total = choose(steps, step, options)
         rows = read_rows(steps[step], found[: options.limit])
-    pieces = decode_pieces(options.run, rows) if coloured and rows else None
+    pieces = decode_pieces(options.run, rows) if console.is_terminal and rows else None
     show(console, f"{options.name} {step}", rows, pieces)
-    tail = f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}"
-    console.print(tail, highlight=False, soft_wrap=True)
+    say(console, f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}")
 
 
 def find_steps(folder: Path, name: str) -> dict[int, Path]:

@@ -79,15 +79,13 @@ def frame(run: FollowedRun, width: int, height: int | None = None, *, ascii_only
         else:
             parts += [left, *filter(None, right)]
     parts += filter(None, [health(run)])
-    room = SAMPLE_LINES if height is None else height - sum(_height(part, width) for part in parts)
+    console, room = Console(width=width, legacy_windows=False), SAMPLE_LINES
+    if height is not None:
+        options = console.options.update(width=width)
+        room = height - sum(len(console.render_lines(part, options)) for part in parts)
     if (run.samples or run.samples_error) and room >= 4:
         parts.append(samples(run, room - 2))
     return Group(*parts)
-
-
-def _height(part: RenderableType, width: int) -> int:
-    console = Console(width=width, legacy_windows=False)
-    return len(console.render_lines(part, console.options.update(width=width)))
 
 
 def header(run: FollowedRun, width: int) -> RenderableType:
@@ -176,7 +174,8 @@ class Sparkline:
         """Returns the curve in at most `width` characters. Each character shows the mean of its steps."""
         values = self._values
         parts = np.array_split(values, max(1, min(width, len(values))))
-        means = [_mean(part.tolist()) for part in parts if len(part)]
+        parts = [[value for value in part.tolist() if math.isfinite(value)] for part in parts if len(part)]
+        means = [sum(part) / len(part) if part else None for part in parts]
         finite = [mean for mean in means if mean is not None]
         low, high = min(finite, default=0.0), max(finite, default=0.0)
         scale = (len(self._blocks) - 1) / (high - low) if high > low else 0.0
@@ -315,8 +314,3 @@ def _tail(text: str, length: int) -> str:
 
 def _one_line(text: object) -> str:
     return " ".join(clean_text(str(text)).split())
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None

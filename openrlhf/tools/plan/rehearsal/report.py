@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from openrlhf.api import Command, notify, readable
-from openrlhf.tools.command_line.terminal import build_console, build_table
+from openrlhf.tools.command_line.terminal import build_console, build_table, say
 from openrlhf.tools.plan.estimate import Assumed, RunPlan
 from openrlhf.tools.plan.hardware import Cluster
 from openrlhf.tools.plan.rehearsal.settings import not_rehearsed
@@ -86,7 +86,7 @@ STYLES = {OK: "green", FAILED: "bold red"}
 
 def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
     console = build_console(stream)
-    say = lambda text, style="": console.print(Text(readable(text), style=style), soft_wrap=True)
+
     table = build_table("", "stage", "outcome", "seconds", "evidence", right=("seconds",))
     for stage in rehearsal.stages:
         outcome = Text(stage.outcome, style=STYLES.get(stage.outcome, "yellow"))
@@ -95,16 +95,16 @@ def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
     console.print(table)
     for stage in rehearsal.stages:
         if stage.outcome == FAILED and "\n" in stage.evidence:
-            say(f"\n{stage.name}: {stage.evidence}")
+            say(console, readable(f"\n{stage.name}: {stage.evidence}"))
     if rehearsal.small is not None:
-        say("\nnot rehearsed")
+        say(console, "\nnot rehearsed")
         for line in not_rehearsed(rehearsal.config, rehearsal.small):
-            say(f"  {line}")
+            say(console, f"  {line}")
     for line in _figures(rehearsal):
-        say(line)
+        say(console, line)
     failed = [stage.name for stage in rehearsal.stages if stage.outcome == FAILED]
     verdict = f"failed: {', '.join(failed)}" if failed else "all stages that were rehearsed succeeded"
-    say(f"\n{verdict} ({seconds:.0f} s)", "bold " + ("red" if failed else "green"))
+    say(console, f"\n{verdict} ({seconds:.0f} s)", "bold " + ("red" if failed else "green"))
 
 
 def _figures(rehearsal: Rehearsal) -> Iterator[str]:

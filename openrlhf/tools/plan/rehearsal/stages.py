@@ -169,7 +169,8 @@ class Rehearsal:
         expected = self._whole.metrics
         if self.mesh.size == 1:
             raise LeftOutError("the run has one rank")
-        if _draws_dropout(self.config):
+        lora, model = self.config.ds.lora, getattr(self.config, "model", None)
+        if (lora.dropout > 0 and lora.rank > 0) or (model and model.dropout_enable):
             raise LeftOutError("dropout draws different random numbers on different ranks")
         one = Mesh()
         found = self._start("one_rank", settings.on_mesh(self.small, one), one, saves=False).metrics
@@ -242,11 +243,6 @@ class Rehearsal:
         ranks, expected = (1, RL_SECONDS) if self.is_rl else (mesh.size, SECONDS)
         tick = lambda seconds: self.tell(name.replace("_", " "), seconds, expected)
         return run_command(self.command.name, flags, self.folder / name, ranks=ranks, tick=tick)
-
-
-def _draws_dropout(config: Any) -> bool:
-    model = getattr(config, "model", None)
-    return (config.ds.lora.dropout > 0 and config.ds.lora.rank > 0) or bool(model and model.dropout_enable)
 
 
 def _losses(metrics: dict[int, Metrics]) -> str:

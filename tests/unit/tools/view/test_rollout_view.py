@@ -19,7 +19,7 @@ from tokenizers_of_users import llama_2_style
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.text import decode, decode_each
-from openrlhf.tools.view import rollouts
+from openrlhf.tools.command_line import terminal
 from openrlhf.tools.view.flags import rollouts as rollouts_command
 from openrlhf.tools.view.rollouts import BAD, GOOD, NOT_CHOSEN, choose_style, coloured, legend
 from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
@@ -173,7 +173,7 @@ def test_an_output_folder_shows_its_run(folder, capsys):
 
 
 def on_a_terminal(monkeypatch):
-    monkeypatch.setattr(rollouts, "shows_colours", lambda: True)
+    monkeypatch.setattr(terminal, "shows_colours", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLORTERM", "truecolor")
 
