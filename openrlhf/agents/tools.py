@@ -229,7 +229,7 @@ class Toolbox:
         except self.executor.mistakes as error:
             self.num_errors += 1
             result = f"Error: {error}"
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
         content = _shortened(text, self.executor.max_result_length)
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
@@ -238,6 +238,11 @@ class Toolbox:
         if name not in self.calls:
             raise ToolError(f"there is no tool {name}; there are {', '.join(self.calls)}")
         return await within(self.timeout, self.calls[name](arguments), name)
+
+
+def _plain(value: Any) -> Any:
+    """Returns what JSON can hold: numbers and lists of NumPy and torch, and the text of anything else."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 UNREADABLE = "Error: this call of a tool cannot be read. Write its name and arguments as JSON."

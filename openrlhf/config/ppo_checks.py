@@ -354,6 +354,10 @@ def _sources(c: PPOConfig) -> Iterator[Problem]:
         limit = "rollout.max_new_tokens" if c.rollout.max_new_tokens else "data.max_len"
         text = f"is more than {limit} {c.longest_response}; use at most {c.longest_response}"
         yield Problem("reward.overlong_buffer_len", text)
+    if c.agents and c.rollout.max_new_tokens and reward.overlong_buffer_len is not None:
+        limit = f"rollout.max_new_tokens {c.rollout.max_new_tokens} is the limit of one answer"
+        text = f"counts all answers of an episode, and {limit}: longer episodes have the whole penalty"
+        yield remark("reward.overlong_buffer_len", text)
     if algo.advantage.traits.needs_group and samples == 1:
         text = f"estimator {estimator} compares the samples of a prompt; a single one always has advantage 0"
         yield remark("rollout.n_samples_per_prompt", f"{text}. Use 2 or more, or estimator reinforce")

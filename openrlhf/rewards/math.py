@@ -1,5 +1,6 @@
 """Extracts and compares answers: numbers and formulas, and for labels that are words, words."""
 
+import math
 import re
 import threading
 from decimal import Decimal
@@ -30,6 +31,9 @@ _DATE = re.compile(r"\d+(-\d+)+")
 """A date or a score, whose numbers math-verify would subtract."""
 _SPACED = re.compile(r"(?<=\d)\s(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"[-+]?[\d.,]+")
+_POWER = re.compile(r"(?:\^|\*\*)\W*?(\d+)[^\w!^*]*(?:(?:\^|\*\*)\W*?(\d+)|(!))?|(\d{5,})[^\w!]*!")
+_TOWER = re.compile(r"\d+(\W*\^\W*\d+){3}")
+"""An exponent, with an exponent or a factorial of its own, or a factorial; the second, powers of powers."""
 _SUM = re.compile(r"\d\s*(?:[-+*\u00d7\u00b7]|\\times|\\cdot)\s*\d")
 """A sum, difference or product of numbers, which a policy could copy from the question."""
 
@@ -51,7 +55,8 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     or lower case. A missing prediction is wrong.
 
     math-verify enforces its time limit by a signal, which reaches the main thread alone. Reward functions of
-    a command run there; in another thread, as for agents and `Run.reward`, there is no limit.
+    a command run there; in another thread, as for agents and `Run.reward`, there is no limit, and an answer
+    with a number that cannot be written out, such as 9^{9^9}, is wrong unless it is the text of the label.
     """
     if prediction is None:
         return False
@@ -100,6 +105,8 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
     def parse(text: str) -> list[Any]:
         return math_verify.parse(text, parsing_timeout=limit)
 
+    if limit is None and any(map(_is_endless, (gold, answer))):
+        return False
     while (found := parse(answer)) and (rest := _behind(answer, str(found[-1]))).startswith("="):
         answer = rest[1:]
     is_equal = bool(found) and math_verify.verify(known := parse(gold), found, timeout_seconds=limit)
@@ -113,6 +120,16 @@ def _are_close(known: Any, found: Any) -> bool:
         return True
     difference, size = abs((known - found).doit()).evalf(), abs(known.doit()).evalf()
     return not difference.is_comparable or bool(difference >= 1e-6 or difference <= size / 1000)
+
+
+def _is_endless(text: str) -> bool:
+    """Returns whether a number of the text has too many digits for a comparison that no limit ends."""
+    for exponent, top, mark, factorial in _POWER.findall(text):
+        if factorial or len(exponent) > 6 or (mark and len(exponent) > 1):
+            return True
+        if top and int(top) * math.log10(max(2, int(exponent))) > 5:
+            return True
+    return bool(_TOWER.search(text))
 
 
 def _text(answer: str | float) -> str:

@@ -13,8 +13,12 @@ FORM = (
 )
 
 
+LARGEST = 3.4e38
+"""Largest value in float32, in which advantages are computed."""
+
+
 class NotFinite(RewardError):
-    """Raised for a reward that is NaN or infinite."""
+    """Raised for a reward that is NaN, or infinite in float32."""
 
 
 class WrongNumber(RewardError):
@@ -106,7 +110,7 @@ def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: 
             form = f".\n{FORM}" if isinstance(_plain(own), dict | Sequence) else ""
             text = f"{source} returned {name} that are not numbers: {error} (sample {i} of {count}){form}"
             raise RewardError(text) from error
-    if wrong := {i: f for i, f in enumerate(floats) if not math.isfinite(f)}:
+    if wrong := {i: f for i, f in enumerate(floats) if not math.isfinite(f) or abs(f) > LARGEST}:
         text = f"{source} returned {name} that are not finite: {list(wrong.values())[:8]}"
         raise NotFinite(f"{text} (samples {', '.join(map(str, list(wrong)[:8]))} of {count})")
     return floats

@@ -2,10 +2,12 @@
 
 import asyncio
 import re
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import tool_episodes
 from refusals import refused
@@ -208,6 +210,13 @@ def test_results_become_text() -> None:
         return {"é": [1, None]}
 
     assert said(call("look") + END, f"2{END}", tools=[look]) == ['{"é": [1, null]}']
+
+    def measure() -> dict:
+        """Measures."""
+        return {"on": date(2026, 1, 2), "mean": np.float32(0.5), "counts": np.arange(3)}
+
+    texts = said(call("measure") + END, f"2{END}", tools=[measure])
+    assert texts == ['{"on": "2026-01-02", "mean": 0.5, "counts": [0, 1, 2]}']
     (shortened,) = said(call("look") + END, f"2{END}", tools=[look], max_result_length=5)
     assert shortened == '{"é\n[11 characters left out]\n]}'
     assert _shortened("abcdefghij", 10) == "abcdefghij"

@@ -139,6 +139,13 @@ def test_a_learning_rate_that_destroys_models_of_any_size(command, flags, flag, 
     assert [line.partition(": is ")[0] for line in told] == ([f"note: {flag}"] if flag else [])
 
 
+@pytest.mark.parametrize(("flags", "told"), [("--rollout.max_new_tokens 64", True), ("", False)])
+def test_the_length_penalty_of_an_episode_with_the_limit_of_an_answer_is_told(flags, told, say):
+    line = f"--train.agent_func_path agents:Guess --reward.overlong_buffer_len 8 {flags}"
+    _, lines = say(PPO, line)
+    assert any("max_new_tokens 64 is the limit of one answer" in text for text in lines) == told
+
+
 def test_what_is_said_twice_over_two_models_is_no_remark(say):
     """`--max_norm` sets actor and critic; without a critic this is nobody's mistake."""
     _, lines = say(PPO, "--max_norm 2 --l2 0.1 --adam_betas 0.8 0.9")

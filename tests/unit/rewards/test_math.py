@@ -157,3 +157,15 @@ def test_answers_are_graded_in_every_thread():
         assert thread.submit(grade_response, "The answer is 3 + 4 = 7.", "7").result()
         assert not thread.submit(grade_response, "The answer is 8.", "7").result()
         assert thread.submit(grade_answer, r"\frac{1}{2}", "0.5").result()
+        assert thread.submit(grade_answer, "2^{2^{3}}", "256").result()
+        assert thread.submit(grade_answer, "10^{3} \\cdot 10^{9}", "10^{12}").result()
+
+
+@pytest.mark.parametrize(
+    "endless", ["9^{9^{9^{9}}}", "10^{10^{10}}", "2^{1000000000}", "99999!", "9^{10!}", "3^{3^{3^3}}"]
+)
+def test_numbers_that_cannot_be_written_out_hold_up_no_thread(endless):
+    """math-verify would compute them for ever, in a call that nothing interrupts."""
+    with ThreadPoolExecutor(1) as thread:
+        assert not thread.submit(grade_answer, endless, "5").result(60)
+        assert thread.submit(grade_answer, endless, f" {endless}.").result(60)

@@ -83,6 +83,7 @@ def test_one_sample_needs_no_list(answer):
         ({"reward": [1, 2]}, "without 'rewards'; it has 'reward'"),
         ({}, "without 'rewards'; it has nothing"),
         ([1.0, float("nan")], "rewards that are not finite"),
+        ([1.0, -1e39], "rewards that are not finite"),  # in float32, in which advantages are computed
         ({"rewards": [1, 2], "scores": [1, float("inf")]}, "scores that are not finite"),
         ([1.0, None], "rewards that are not numbers"),
         (["good", "bad"], "rewards that are not numbers"),
