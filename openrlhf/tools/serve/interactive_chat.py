@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.api import (
     DEVICE_TYPE,
     MODEL_FLAG,
-    AnswerStream,
     ChatConfig,
     EngineOptions,
     Explicit,
@@ -75,7 +74,7 @@ def _conversation(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Con
     )
 
 
-def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> AnswerStream:
+def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMStream | TransformersStream:
     """Loads the model in the selected engine, for streamed answers."""
     if config.engine == "transformers":
         model = load_answering_model(config).to(DEVICE_TYPE).eval()
@@ -113,7 +112,7 @@ def _read() -> str | None:
 def _answer(
     config: ChatConfig,
     tokenizer: PreTrainedTokenizerBase,
-    model: AnswerStream,
+    model: VLLMStream | TransformersStream,
     conversation: Conversation,
     message: str,
 ) -> None:
