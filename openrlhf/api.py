@@ -31,15 +31,14 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.agents.wire import BadRequest, Object, Wire, read_call, read_content, read_tool, refuse
     from openrlhf.algorithms.kl import KLController
-    from openrlhf.algorithms.mismatch import MismatchWatch, PROBE as MISMATCH_PROBE, check_mismatch
+    from openrlhf.algorithms.mismatch import GAPS as MISMATCH_GAPS, PROBE as MISMATCH_PROBE
     from openrlhf.backends.base import Objective, RowT
     from openrlhf.backends.distributed import (
         ProcessMesh, current_device, free_port, init_distributed, leave_distributed, release_cached_memory,
         seed_everything,
     )
-    from openrlhf.backends.jobs import run_job
     from openrlhf.backends.model_rank import TrainedRank
-    from openrlhf.backends.rollout import AnswerStream, EngineOptions, RolloutEngine, engine_class
+    from openrlhf.backends.rollout import EngineOptions, RolloutEngine, engine_class
     from openrlhf.backends.vllm.stream import VLLMStream
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
@@ -146,7 +145,7 @@ if TYPE_CHECKING:  # for tools
         load_generator, load_tokenizer, loading as loading_model, find_max_length, model_folder,
         policy_tokenizer, stop_token_ids, log_stops, missing_embeddings,
     )
-    from openrlhf.models.lora import ADAPTER, is_classifier, load_statistics, merge_rounded
+    from openrlhf.models.lora import ADAPTER, Merge as AdapterMerge, is_classifier, load_statistics
     from openrlhf.models.policy import PolicyModel, TokenScores, get_head, head_options, transformed_logits
     from openrlhf.models.prefixes import build_tree
     from openrlhf.models.saving import check_saving, save_model
@@ -183,7 +182,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.rollout.local import LocalEngine
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options, transfer_backend
-    from openrlhf.text import Decode, decode, decode_each, first_token_ids, prompt_token_ids, decode_response
+    from openrlhf.text import Decode, decode, first_token_ids, prompt_token_ids, decode_response
     from openrlhf.training.collect import StalenessLimit, Collector, SAME_REWARD
     from openrlhf.training.advantages import advantage_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
@@ -202,7 +201,7 @@ if TYPE_CHECKING:  # for tools
         data_notes as rl_data_notes, missing_template,
     )
     from openrlhf.training.schedule import (
-        num_batches, num_updates, list_passes, prompts_of_steps, training_schedule,
+        num_batches, num_updates, prompts_of_steps, training_schedule,
     )
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (

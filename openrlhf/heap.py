@@ -7,7 +7,7 @@ later stops the process for half a second every few steps."""
 import atexit
 import ctypes
 import gc
-from contextlib import suppress
+import os
 
 DEFAULTS = gc.get_threshold()
 GROWING = 200_000, 20, 100
@@ -30,15 +30,16 @@ def freeze() -> None:
     atexit.register(gc.unfreeze)  # else nanobind reports leaks at exit
 
 
-KEPT_BYTES = 1 << 30
-"""Memory that `keep` lets malloc keep at most."""
+MALLOPT = {-3: 1 << 30, -1: 2**31 - 1}
+"""Values in bytes of glibc's options M_MMAP_THRESHOLD (blocks below it come from the heap) and
+M_TRIM_THRESHOLD (free heap up to it is kept)."""
 
 
 def keep() -> None:
     """Makes malloc keep the memory of freed arrays for later ones, in processes that compute with many arrays
     of some 10 MB: the system fills each of its pages with zeros, which takes longer than arithmetic on it.
-    Without effect where the C library is not glibc."""
-    with suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for parameter in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-            mallopt(parameter, KEPT_BYTES)
+    Without effect where the C library is not glibc. MALLOC_* variables of the user take precedence."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+        for option, value in MALLOPT.items():
+            library.mallopt(option, value)

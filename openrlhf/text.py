@@ -100,22 +100,6 @@ def decode_response(trajectory: "Trajectory", decode: Decode) -> str:
     return decode(token_ids[start:], after=token_ids[:start])
 
 
-def decode_each(
-    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], *, after: Sequence[int] = ()
-) -> list[str]:
-    """Returns the text that each token adds; joined they are `decode(token_ids, after=after)`. A character of
-    several tokens is in the text of its last token."""
-    whole, texts = [*after, *token_ids], []
-    before, start = 0, len(after)  # start of the last whole-character tokens, and of those after
-    for end in range(start + 1, len(whole) + 1):
-        text = decode(tokenizer, whole[start:end], after=whole[before:start])
-        is_part = text.endswith(_REPLACEMENT) and end < len(whole) and end - start < _LONGEST_CHARACTER
-        texts.append("" if is_part else text)
-        if not is_part:
-            before, start = start, end
-    return texts
-
-
 def text_tokenizer(tokenizer: Any) -> "PreTrainedTokenizerBase":
     """Returns the tokenizer of a processor (vision-language models have one); a tokenizer unchanged."""
     return getattr(tokenizer, "tokenizer", tokenizer) if hasattr(tokenizer, "image_processor") else tokenizer
@@ -240,6 +224,4 @@ def placeholder(processor: Any) -> str:
     return written
 
 
-_LONGEST_CHARACTER = 4
-"""Bytes, and so tokens, of the longest UTF-8 character."""
 _REPLACEMENT = "\ufffd"

@@ -1,6 +1,5 @@
 """A process's device, process group and position in the mesh of its model's ranks."""
 
-import ctypes
 import datetime
 import errno
 import ipaddress
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
+from openrlhf import heap
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.files import appears, marked
@@ -28,10 +28,6 @@ from openrlhf.mesh import Mesh
 ResultT = TypeVar("ResultT")
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-
-MALLOPT = {-3: 1 << 30, -1: 2**31 - 1}
-"""Values in bytes of glibc's options M_MMAP_THRESHOLD (blocks below it come from the heap) and
-M_TRIM_THRESHOLD (free heap up to it is kept)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +109,7 @@ def init_distributed(timeout_minutes: float = 60) -> None:
     if DEVICE_TYPE == "cuda":
         torch.cuda.set_device(_resolve_local_rank())
     else:
-        _keep_freed_memory()
+        heap.keep()
     if dist.is_initialized():
         return
     backend, timeout = BACKENDS[DEVICE_TYPE], datetime.timedelta(minutes=timeout_minutes)
@@ -223,16 +219,6 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("", 0))
         return s.getsockname()[1]
-
-
-def _keep_freed_memory() -> None:
-    """Makes glibc keep large freed blocks, because each pass allocates blocks of the sizes that the previous
-    pass freed. By default glibc returns them to the system, which then clears every page again. MALLOC_*
-    variables of the user take precedence."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
-        for option, value in MALLOPT.items():
-            libc.mallopt(option, value)
 
 
 def _resolve_local_rank() -> int:

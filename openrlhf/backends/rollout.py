@@ -251,13 +251,3 @@ def likely_tokens(ids: np.ndarray, log_probs: np.ndarray, count: int) -> np.ndar
     if len(ids):  # an answer without tokens has no columns
         tokens["id"], tokens["log_prob"] = ids[:, 1 : 1 + count], log_probs[:, 1 : 1 + count]
     return tokens
-
-
-class AnswerStream(Protocol):
-    """An engine that generates one answer at a time, token by token."""
-
-    def stream(self, prompt: list[int], seed: int, params: SamplingParams) -> Any:
-        """Yields the tokens of the answer. Closing the generator stops generation."""
-        ...
-
-    def close(self) -> None: ...

@@ -2,18 +2,21 @@
 Freezes routers."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, get_backbone, get_row_layout
 from openrlhf.models.loading import load_config
 from openrlhf.models.prefixes import Branches
+
+BALANCE_LOSS = "load_balancing_loss_func"
+"""Name of transformers' load-balancing loss in the file of an architecture that has one."""
 
 
 @contextmanager
@@ -30,8 +33,7 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
     trees: list[Branches | None] = []  # of each pass
     passes: list[Sequence[Tensor]] = []  # (L, E) router logits of each layer, of each pass for the row
     model = module.model
-    balance_loss = _balance_function(type(model))
-    assert balance_loss is not None  # ensured by check_experts
+    balance_loss = getattr(sys.modules[type(model).__module__], BALANCE_LOSS)  # check_experts has found it
     top_k = model.config.get_text_config().num_experts_per_tok
     with_grad = torch.is_grad_enabled()
 
@@ -66,19 +68,19 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef") -> None:
+def check_experts(path: str, flag: str, coef_flag: str) -> None:
     """Raises UsageError if the model at `path` has no load-balancing loss, which `coef_flag` requires. Loads
     no weights."""
     config = load_config(path, flag)
-    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_type is None or _balance_function(model_type) is None:
+    if BALANCE_LOSS not in names_beside_model(config):
         text = f"a {config.model_type} has no experts for a balance loss.\nRemove {coef_flag}."
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 
 
-def _balance_function(model_type: type) -> Callable[..., Tensor] | None:
-    """Returns transformers' load-balancing loss for an architecture; None if it has none."""
-    return getattr(sys.modules[model_type.__module__], "load_balancing_loss_func", None)
+def names_beside_model(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the names in transformers' file of a language model with this configuration; {} without one."""
+    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return vars(sys.modules[model_type.__module__]) if model_type else {}
 
 
 def freeze_routers(model: nn.Module) -> None:
@@ -92,8 +94,7 @@ def check_routers(path: str, flag: str, freeze_flag: str) -> None:
     """Raises UsageError if the model at `path` has no routers, which `freeze_flag` freezes. Loads no
     weights."""
     config = load_config(path, flag)
-    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_type is None or not any(map(_is_router, vars(sys.modules[model_type.__module__]))):
+    if not any(map(_is_router, names_beside_model(config))):
         text = f"a {config.model_type} has no routers.\nRemove {freeze_flag}."
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 

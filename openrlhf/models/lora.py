@@ -156,23 +156,6 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
     return found
 
 
-@torch.no_grad()
-def merge_rounded(model: nn.Module) -> Merge:
-    """Merges peft's adapters into the layers below them, in float32, and rounds to the layers' dtypes."""
-    merge = Merge()
-    for layer in _adapted_layers(model):
-        weight: Any = getattr(layer.get_base_layer(), "weight", None)
-        if weight is None:  # adapted parameters of experts
-            layer.merge()
-            continue
-        base, weight.data = weight.data, weight.data.to(torch.float32, copy=True)
-        layer.merge()
-        whole = weight.data
-        weight.data = whole.to(base.dtype)
-        merge.add(base, weight.data, whole - base.float())
-    return merge
-
-
 def base_weights(model: PreTrainedModel) -> dict[str, Weight]:
     """Returns every tensor of the model's checkpoint without the adapters."""
     return {name: replace(weight, layer=None) for name, weight in merged_weights(model).items()}

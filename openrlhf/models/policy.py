@@ -1,7 +1,7 @@
 """The policy model: a Hugging Face causal language model that reads packed rows and returns the log-probs of
 actions."""
 
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,22 +81,7 @@ class LogProbHead(nn.Linear):
     vocabulary: Vocabulary = WHOLE
     """The vocabulary or, under tensor parallelism, this rank's shard of it (models/tensor_parallel.py)."""
 
-    @overload
-    def forward(self, input: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        input: Tensor,
-        targets: Tensor,
-        *,
-        scale: float | Tensor = 1.0,
-        softcap: float | None = None,
-        kept: Tensor | None = None,
-        with_entropy: bool = False,
-        summed: bool = False,
-    ) -> tuple[Tensor, Tensor | None]: ...
-
+    # pyrefly: ignore[bad-override]  without targets it is a linear layer
     def forward(
         self,
         input: Tensor,
@@ -107,7 +92,7 @@ class LogProbHead(nn.Linear):
         kept: Tensor | None = None,
         with_entropy: bool = False,
         summed: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> Any:
         """Returns logits without `targets`. With `targets`, (A,) or (A, T): their log-probs, or the sum, and
         the entropy (A,) or None, of softmax(scale * head(input)). `kept` restricts the softmax as in
         `linear_log_probs`."""

@@ -1,12 +1,11 @@
 """Process reward models: causal language models that score steps at placeholder tokens."""
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.algorithms.logprobs import linear_logits
 from openrlhf.models.backbone import RowModel, action_states
-from openrlhf.models.policy import get_head, head_options
+from openrlhf.models.policy import get_head, transformed_logits
 from openrlhf.types import PackedRow
 
 
@@ -15,15 +14,12 @@ class ProcessRewardModel(RowModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.head_options = head_options(model.config)
         get_head(model).__class__ = LogitsHead  # changes only the class: ZeRO-3's hooks on the module stay
 
     def forward(self, row: PackedRow) -> Tensor:
         """Returns the logits at each action, (A, V) float32."""
-        scale, softcap = self.head_options
         states = action_states(self.model, row, row.actions)
-        logits = states.whole(get_head(self.model)(states.hidden)) * scale
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return transformed_logits(states.whole(get_head(self.model)(states.hidden)), self.model.config)
 
 
 class LogitsHead(nn.Linear):

@@ -14,7 +14,6 @@ the same selection.
 
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.models.experts import names_beside_model
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.types import own_choice
 
@@ -124,10 +124,8 @@ def _replaying(layer: nn.Module, index: int, router: nn.Module) -> Choice:
 def check_replay(config: Any, flag: str, path: str) -> None:
     """Raises UsageError if the routers of the model `path` with configuration `config` do not support replay.
     Loads no weights."""
-    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    names = vars(sys.modules[model_type.__module__]) if model_type else {}
     masks_weights = getattr(config, "topk_method", "") == "group_limited_greedy"
-    if masks_weights or not any(_chooses_once(name, of_name) for name, of_name in names.items()):
+    if masks_weights or not any(_chooses_once(*named) for named in names_beside_model(config).items()):
         text = (
             f"a {config.model_type} ({flag} {path}) has no router to which chosen experts can be given.\n"
             "Remove the flag."

@@ -260,9 +260,7 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
     error = max(
         _error(found, wanted) for found, wanted in zip((row[:start], row[start:]), expected, strict=True)
     )
-    if not error <= MAX_ERROR[model.dtype]:
-        return f"its hidden states differ from those of each sequence alone (relative error {error:.2g})"
-    return ""
+    return _beyond_rounding(error, model, "its hidden states differ from those of each sequence alone")
 
 
 def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequenceParallel) -> str:
@@ -273,9 +271,7 @@ def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequencePa
     found = run(lambda: sharing.gathered(in_one_pass(model, row, sharing)))[: len(expected)]
     start = -(-len(expected) // (2 * sharing.size))  # the first chunk sees nothing of the others
     error = _error(found[start:], expected[start:])
-    if not error <= MAX_ERROR[model.dtype]:
-        return f"its hidden states differ from those of the whole row (relative error {error:.2g})"
-    return ""
+    return _beyond_rounding(error, model, "its hidden states differ from those of the whole row")
 
 
 def why_not_shared(run: Callable, model: PreTrainedModel) -> str:
@@ -292,9 +288,7 @@ def why_not_shared(run: Callable, model: PreTrainedModel) -> str:
         return str(error)
     except (TypeError, AttributeError, RuntimeError) as error:
         return f"it fails with {type(error).__name__}: {first_line(error)}"
-    if not error <= MAX_ERROR[model.dtype]:
-        return f"its hidden states or gradients differ from those of whole rows (relative error {error:.2g})"
-    return ""
+    return _beyond_rounding(error, model, "its hidden states or gradients differ from those of whole rows")
 
 
 def _error_of_sharing(run: Callable, model: PreTrainedModel) -> float:
@@ -397,12 +391,8 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
         found = run(lambda: _alone(model, b))
         with transformers_kernels(model):
             expected = run(lambda: _alone(model, b))
-    error = _error(found, expected)
-    if not error <= MAX_ERROR[model.dtype]:
-        return (
-            f"Liger's kernels change the hidden states of {type(model).__name__} (relative error {error:.2g})"
-        )
-    return ""
+    change = f"Liger's kernels change the hidden states of {type(model).__name__}"
+    return _beyond_rounding(_error(found, expected), model, change)
 
 
 def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> str:
@@ -508,6 +498,11 @@ def _error(found: Tensor, expected: Tensor) -> float:
     """Returns the relative difference of hidden states (L, H), as the median over tokens, because in half
     precision a few tokens may be routed to other experts."""
     return float(_differences(found, expected).median())
+
+
+def _beyond_rounding(error: float, model: PreTrainedModel, difference: str) -> str:
+    """Returns the description of a difference, with its relative error; "" if rounding explains it."""
+    return "" if error <= MAX_ERROR[model.dtype] else f"{difference} (relative error {error:.2g})"
 
 
 def _differences(x: Tensor, y: Tensor) -> Tensor:

@@ -72,43 +72,78 @@ def build_prompt_datasets(
     data, evaluation = config.data, config.eval
     tokenizer = policy_tokenizer(config)
     check_vocabularies(config, tokenizer)
-    images = find_image_column(config, tokenizer)
-    named = partial(_named_sets, config, tokenizer, images)
+    reader = PromptReader(config, tokenizer)
     flag, options = "--data.prompt_dataset", {"split": data.prompt_split, "max_samples": data.max_samples}
     if config.tasks and data.prompt_probs is None and len(split_spec(data.prompt_dataset)) > 1:
-        prompts = named(data.prompt_dataset, flag=flag, total=data.max_samples, **options)
+        prompts = reader.named_sets(data.prompt_dataset, flag, total=data.max_samples, **options)
     else:
-        rows = _prompt_rows(config, data.prompt_dataset, flag=flag, probs=data.prompt_probs, **options)
-        prompts = _prompts(config, tokenizer, rows, images, flag)
+        prompts = reader.prompts(reader.rows(data.prompt_dataset, flag, data.prompt_probs, **options), flag)
     options = {"split": evaluation.split, "max_samples": evaluation.max_samples}
-    eval_prompts = named(evaluation.dataset or "", flag="--eval.dataset", **options)
+    eval_prompts = reader.named_sets(evaluation.dataset or "", "--eval.dataset", **options)
     check_tasks(config, prompts.without_images, eval_prompts.without_images)
     check_reward_templates(config, tokenizer, [prompts.without_images, eval_prompts.without_images])
     return prompts, eval_prompts, tokenizer
 
 
-def _named_sets(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    images: ImageColumn | None,
-    spec: str,
-    *,
-    flag: str,
-    split: str,
-    max_samples: int | None,
-    total: float = math.inf,
-) -> PromptDataset:
-    """Returns the prompts of a list of datasets, whose names are the sources of rows without one.
-    `max_samples`: maximum number of prompts of each; `total`: of all."""
-    sets, found, num_rows = split_spec(spec), [], 0
-    for item, source in zip(sets, source_names(sets), strict=True):
-        rows = _prompt_rows(config, item, flag=flag, split=split, max_samples=max_samples)
-        if not (count := min(len(rows), total - num_rows)):
-            break
-        rows = rows.take(range(int(count)))
-        found.append(_prompts(config, tokenizer, rows, images, flag, source=source, first_id=num_rows))
-        num_rows += len(rows)
-    return PromptDataset.joined(found)
+class PromptReader:
+    """Reads prompts with the columns and the template of the flags `data.*`."""
+
+    def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.images = ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
+        """Column of images; None without one."""
+
+    def rows(
+        self, spec: Any, flag: str, probs: str | None = None, *, split: str, max_samples: int | None
+    ) -> Rows:
+        return load_rows(
+            spec,
+            flag=flag,
+            required_columns=prompt_columns(self.config),
+            probs=probs,
+            split=split,
+            max_samples=max_samples,
+            seed=self.config.train.seed,
+            bad_rows=self.config.data.broken_rows,
+            row_func=self.config.data.row_func,
+        )
+
+    def prompts(self, rows: Rows, flag: str, *, source: str = "default", first_id: int = 0) -> PromptDataset:
+        config, data = self.config, self.config.data
+        model_config = load_config(config.actor.model_name_or_path, ACTOR_FLAG)
+        prompts = build_prompts(
+            rows,
+            self.tokenizer,
+            input_key=data.input_key,
+            label_key=config.label_key,
+            apply_chat_template=data.apply_chat_template,
+            input_template=data.input_template,
+            max_len=data.max_len,
+            bad_rows=data.bad_rows,
+            source=source,
+            first_id=first_id,
+            images=self.images,
+            tools_key=data.tools_key,
+            by_task=bool(config.tasks),
+            missing=missing_embeddings(self.tokenizer, model_config),
+        )
+        log_skipped(prompts, flag)
+        return prompts
+
+    def named_sets(
+        self, spec: str, flag: str, *, split: str, max_samples: int | None, total: float = math.inf
+    ) -> PromptDataset:
+        """Returns the prompts of a list of datasets, whose names are the sources of rows without one.
+        `max_samples`: maximum number of prompts of each; `total`: of all."""
+        sets, found, num_rows = split_spec(spec), [], 0
+        for item, source in zip(sets, source_names(sets), strict=True):
+            rows = self.rows(item, flag, split=split, max_samples=max_samples)
+            if not (count := min(len(rows), total - num_rows)):
+                break
+            rows = rows.take(range(int(count)))
+            found.append(self.prompts(rows, flag, source=source, first_id=num_rows))
+            num_rows += len(rows)
+        return PromptDataset.joined(found)
 
 
 def check_tasks(config: PPOConfig, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
@@ -151,8 +186,10 @@ def read_prompts(config: PPOConfig, source: Any, tokenizer: PreTrainedTokenizerB
         source = os.fspath(source)
     elif isinstance(source, Sequence | Iterator) and not isinstance(source, str):
         source = [{data.input_key: row} if isinstance(row, str | list) else row for row in source]
-    rows = _prompt_rows(config, source, flag="prompts", split=data.prompt_split, max_samples=data.max_samples)
-    return _prompts(config, tokenizer, rows, find_image_column(config, tokenizer), "prompts")
+    reader, flag = PromptReader(config, tokenizer), "prompts"
+    return reader.prompts(
+        reader.rows(source, flag, split=data.prompt_split, max_samples=data.max_samples), flag
+    )
 
 
 def data_notes(
@@ -181,64 +218,6 @@ def missing_template(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prom
         if not any(end in prompt.text for prompt in prompts.without_images[:8]):
             return f"{config.actor.model_name_or_path} has one, and --data.apply_chat_template is not set"
     return ""
-
-
-def _prompt_rows(
-    config: PPOConfig,
-    spec: Any,
-    *,
-    flag: str,
-    split: str,
-    max_samples: int | None,
-    probs: str | None = None,
-) -> Rows:
-    return load_rows(
-        spec,
-        flag=flag,
-        required_columns=prompt_columns(config),
-        probs=probs,
-        split=split,
-        max_samples=max_samples,
-        seed=config.train.seed,
-        bad_rows=config.data.broken_rows,
-        row_func=config.data.row_func,
-    )
-
-
-def _prompts(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Rows,
-    images: ImageColumn | None,
-    flag: str,
-    *,
-    source: str = "default",
-    first_id: int = 0,
-) -> PromptDataset:
-    data = config.data
-    prompts = build_prompts(
-        rows,
-        tokenizer,
-        input_key=data.input_key,
-        label_key=config.label_key,
-        apply_chat_template=data.apply_chat_template,
-        input_template=data.input_template,
-        max_len=data.max_len,
-        bad_rows=data.bad_rows,
-        source=source,
-        first_id=first_id,
-        images=images,
-        tools_key=data.tools_key,
-        by_task=bool(config.tasks),
-        missing=missing_embeddings(tokenizer, load_config(config.actor.model_name_or_path, ACTOR_FLAG)),
-    )
-    log_skipped(prompts, flag)
-    return prompts
-
-
-def find_image_column(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ImageColumn | None:
-    """Returns the image column of the prompts; None without one."""
-    return ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
 
 
 def build_pretrain_texts(

@@ -120,18 +120,6 @@ def build_schedule(
     )
 
 
-def list_passes(
-    schedule: Schedule, epochs: int, groups: Sequence[Hashable] | None = None
-) -> list[list[set[Hashable]]]:
-    """Returns the batches of each epoch of a schedule: the set of a batch's samples or, if `groups` has the
-    group of each sample, of their groups."""
-    size = len(schedule) // epochs
-    batches = [
-        {i if groups is None else groups[i] for rank in mini_batch for i in rank} for mini_batch in schedule
-    ]
-    return [batches[start : start + size] for start in range(0, len(batches), max(1, size))]
-
-
 def _grouped(trained_on: Sequence[int], groups: Sequence[Hashable]) -> list[list[int]]:
     """Returns the samples of each group, in order."""
     of_groups: dict[Hashable, list[int]] = {}

@@ -78,7 +78,8 @@ class TrainedWorker(ModelWorker[TrainedRank], ABC):
         """Optimizer and schedule of the role."""
 
     @abstractmethod
-    def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
+    def objective(self, kl_coef: float, loss: Loss = None) -> Objective[ExperienceRow]:
+        """Returns the objective of a `Loss`. Only a policy has losses other than its own."""
 
     def update(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float, is_fresh: bool = True
@@ -106,14 +107,10 @@ class TrainedWorker(ModelWorker[TrainedRank], ABC):
         """Adds the gradients of the losses of these batches; see `TrainedRank.forward_backward`."""
         with self._optimizer_present():
             pairs = [
-                (self.rows(batch, range(len(batch))), self.build_objective(loss, kl_coef))
+                (self.rows(batch, range(len(batch))), self.objective(kl_coef, loss))
                 for batch, loss in streams
             ]
             return self.model.forward_backward(*pairs)
-
-    def build_objective(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
-        """Returns the objective of a `Loss`. Only a policy has losses other than its own."""
-        return self.objective(kl_coef)
 
     def optim_step(self) -> Metrics:
         """Takes one optimizer step; see `TrainedRank.optim_step`."""
@@ -248,14 +245,13 @@ class PolicyWorker(TrainedWorker):
         with torch.no_grad(), disabled_adapters(self.model.module.model):
             return self.forward(batch)
 
-    def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
-        objective = PolicyObjective.from_config(self.config, kl_coef, seen)
-        return balanced(objective, self.config.actor.aux_loss_coef, "policy")
-
-    def build_objective(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
+    def objective(
+        self, kl_coef: float, loss: Loss = None, seen: list[Tensor] | None = None
+    ) -> Objective[ExperienceRow]:
+        """`seen`: see `PolicyObjective`."""
         if isinstance(loss, GivenGradient):
             return loss
-        objective = PolicyObjective.from_config(self.config, kl_coef)
+        objective = PolicyObjective.from_config(self.config, kl_coef, seen)
         if loss is not None:
             objective = replace(objective, loss_type=loss)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
@@ -268,7 +264,7 @@ class PolicyWorker(TrainedWorker):
         if is_fresh:
             announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
         seen: list[Tensor] = []
-        steps = self.train_steps(batch, mini_batches, self.objective(kl_coef, seen))
+        steps = self.train_steps(batch, mini_batches, self.objective(kl_coef, seen=seen))
         first = batch.select(mini_batches[0])
         groups = self.groups(first, range(len(first)))
         log_probs = first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
@@ -385,7 +381,7 @@ class CriticWorker(TrainedWorker):
     def read(self, model: Callable, row: PackedRow) -> Tensor:
         return model(row)
 
-    def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
+    def objective(self, kl_coef: float, loss: Loss = None) -> Objective[ExperienceRow]:
         objective = CriticObjective.from_config(self.config)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
 

@@ -20,10 +20,9 @@ from openrlhf.backends.base import (
     TrainableRanks,
 )
 from openrlhf.backends.model_rank import FrozenRank, TrainedRank
-from openrlhf.backends.rollout import AnswerStream, RolloutEngine
+from openrlhf.backends.rollout import RolloutEngine
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.backends.vllm.engine import VLLMEngine
-from openrlhf.backends.vllm.stream import VLLMStream
 from openrlhf.backends.weight_sync import client, gloo
 from openrlhf.cluster import engine_memory
 from openrlhf.cluster.engine_client import RayEngineClient
@@ -41,7 +40,6 @@ from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
 from openrlhf.rollout.executors import UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
-from openrlhf.tools.serve.interactive_chat import TransformersStream
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective
@@ -145,10 +143,6 @@ def engine(sampler: RolloutEngine | RecordingEngine) -> Engine:
 
 def rollout_engine(sampler: VLLMEngine | TransformersEngine) -> RolloutEngine:
     return sampler
-
-
-def answer_stream(stream: VLLMStream | TransformersStream) -> AnswerStream:
-    return stream
 
 
 def executor(agent: SingleTurnAgentExecutor | UserExecutor) -> AgentExecutorBase:

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from test_rl import COMMON, cut_after_step_2, tokens_of, train
 
-from openrlhf.algorithms.mismatch import fresh_mismatch
 from openrlhf.observability.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tools.selftest.mismatch import fresh_mismatch
 from openrlhf.types import Trajectory, not_none
 
 pytestmark = pytest.mark.usefixtures("running_ray")

@@ -3,8 +3,11 @@
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from openrlhf import heap
 
 
 def printed(code: str) -> list[str]:
@@ -42,3 +45,13 @@ def test_the_memory_of_a_freed_array_is_kept_for_the_next_one() -> None:
         "heap.keep(); pages(); print(pages() < 10)"
     )
     assert printed(code) == ["True"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "2"}])
+def test_freed_memory_is_kept_unless_the_user_says_otherwise(monkeypatch, variables: dict[str, str]) -> None:
+    options: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda option, value: options.append((option, value)))
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(heap.os, "environ", {"HOME": "/", **variables})
+    heap.keep()
+    assert options == ([] if variables else [*heap.MALLOPT.items()])

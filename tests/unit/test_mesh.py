@@ -14,11 +14,10 @@ from records import batch_of, trajectory
 from refusals import refused
 from torch import Tensor, nn
 
-from openrlhf.backends import distributed
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
-from openrlhf.backends.distributed import MALLOPT, ProcessMesh
+from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.data.batches import MiniBatches
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Coordinates, Mesh
@@ -210,13 +209,3 @@ def test_ranks_that_make_no_whole_mesh_are_refused(threads: Callable) -> None:
 
     for text in threads(3, join):
         assert "3 ranks" in text and "multiple of 2 ranks" in text
-
-
-@pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "2"}])
-def test_freed_memory_is_kept_unless_the_user_says_otherwise(monkeypatch, variables: dict[str, str]) -> None:
-    options: list[tuple[int, int]] = []
-    library = SimpleNamespace(mallopt=lambda option, value: options.append((option, value)))
-    monkeypatch.setattr(distributed.ctypes, "CDLL", lambda _: library)
-    monkeypatch.setattr(distributed.os, "environ", {"HOME": "/", **variables})
-    distributed._keep_freed_memory()
-    assert options == ([] if variables else [*MALLOPT.items()])

@@ -24,7 +24,7 @@ def check_models(task: Task) -> None:
         check_options(config.ds)
     check_saving(own, MODEL_FLAG, reader_of(config))
     if config.model.aux_loss_coef > 0:
-        check_experts(own, MODEL_FLAG)
+        check_experts(own, MODEL_FLAG, "--model.aux_loss_coef")
     if config.model.freeze_moe_router:
         check_routers(own, MODEL_FLAG, "--model.freeze_moe_router")
     if (size := config.ds.tensor_parallel_size) > 1:

@@ -5,8 +5,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from openrlhf.api import SAME_REWARD, Hook, Metrics, MismatchWatch, Observer, to_json
+from openrlhf.api import SAME_REWARD, Hook, Metrics, Observer, to_json
 from openrlhf.tools.doctor.symptoms import RULES, Rule, find_mistakes, succeeds
+from openrlhf.tools.selftest.mismatch import MismatchWatch
 
 _KEPT = re.compile(
     r"^rollout/(reward_(mean|std|max)|truncated_rate|response_length_mean|num_samples)$|^teacher/kl_mean$|^lr$"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from openrlhf.api import FITS, Command, counted
 from openrlhf.api import layout_table as placement_table
-from openrlhf.tools.command_line.terminal import build_console, build_table
+from openrlhf.tools.command_line.terminal import build_console, build_table, say
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, advice, plan_run, spelled
 from openrlhf.tools.plan.hardware import Cluster
 from openrlhf.tools.plan.memory import PARTS, Demand

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from openrlhf.api import LATEST_FILE as LATEST
-from openrlhf.api import PPO, ErrorCode, RunError, UsageError, num_samples, read_table, run_job
+from openrlhf.api import PPO, ErrorCode, RunError, UsageError, num_samples, read_table
+from openrlhf.tools.command_line.jobs import run_job
 from openrlhf.tools.command_line.run_files import ALONE
 from openrlhf.tools.replay.compare import Stage, stages
 from openrlhf.tools.replay.recorded import RecordedRun

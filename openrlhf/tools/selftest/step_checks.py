@@ -2,7 +2,7 @@
 with those of invariants.py and verify_rl.py."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import field
 
 from openrlhf.api import (
@@ -12,11 +12,10 @@ from openrlhf.api import (
     Metrics,
     PPOConfig,
     PromptSampler,
+    Schedule,
     Step,
     Trajectory,
     advantage_arguments,
-    check_mismatch,
-    list_passes,
     not_none,
     notify,
     rollout_metrics,
@@ -37,6 +36,7 @@ from openrlhf.tools.selftest.invariants import (
     check_trained,
     equals_reference,
 )
+from openrlhf.tools.selftest.mismatch import check_mismatch
 from openrlhf.tools.selftest.verify_rl import (
     check_advantages,
     check_controller,
@@ -164,3 +164,15 @@ def movement(metrics: Metrics, num_steps: int) -> float:
     Adam moves it by the learning rate, in varying directions. Returns 0 if a gradient is 0 or not finite."""
     has_gradient = 0 < metrics.get("grad_norm", 0.0) < math.inf
     return metrics.get("lr", 0.0) * math.sqrt(num_steps) if has_gradient else 0.0
+
+
+def list_passes(
+    schedule: Schedule, epochs: int, groups: Sequence[Hashable] | None = None
+) -> list[list[set[Hashable]]]:
+    """Returns the batches of each epoch of a schedule: the set of a batch's samples or, if `groups` has the
+    group of each sample, of their groups."""
+    size = len(schedule) // epochs
+    batches = [
+        {i if groups is None else groups[i] for rank in mini_batch for i in rank} for mini_batch in schedule
+    ]
+    return [batches[start : start + size] for start in range(0, len(batches), max(1, size))]

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.api import (
     DEVICE_TYPE,
     MODEL_FLAG,
-    AnswerStream,
     ChatConfig,
     EngineOptions,
     Explicit,
@@ -190,7 +189,7 @@ def _with_template(config: ChatConfig, explicit: Explicit, template: Any) -> Cha
     return with_values(config, {flag: True})
 
 
-def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> AnswerStream:
+def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMStream | TransformersStream:
     if config.engine == "transformers":
         model = load_answering_model(config).to(DEVICE_TYPE).eval()
         return TransformersStream(model, tokenizer.pad_token_id)
@@ -227,7 +226,7 @@ def _read() -> str | None:
 def _answer(
     config: ChatConfig,
     tokenizer: PreTrainedTokenizerBase,
-    model: AnswerStream,
+    model: VLLMStream | TransformersStream,
     conversation: Conversation,
     message: str,
 ) -> None:

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -15,6 +16,7 @@ from openrlhf.api import (
     DTYPES,
     GENERATION,
     OF_FILES,
+    AdapterMerge,
     ErrorCode,
     LoraCombinerConfig,
     UsageError,
@@ -25,7 +27,6 @@ from openrlhf.api import (
     first_line,
     load_statistics,
     load_tokenizer,
-    merge_rounded,
     notify,
     padding_token_id,
     save_model,
@@ -125,6 +126,23 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> PreTrainedModel:
             "--ds.param_dtype fp32 keeps all of it."
         )
     return model.unload()
+
+
+@torch.no_grad()
+def merge_rounded(model: nn.Module) -> AdapterMerge:
+    """Merges peft's adapters into the layers below them, in float32, and rounds to the layers' dtypes."""
+    merge = AdapterMerge()
+    for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
+        weight: Any = getattr(layer.get_base_layer(), "weight", None)
+        if weight is None:  # adapted parameters of experts
+            layer.merge()
+            continue
+        base, weight.data = weight.data, weight.data.to(torch.float32, copy=True)
+        layer.merge()
+        whole = weight.data
+        weight.data = whole.to(base.dtype)
+        merge.add(base, weight.data, whole - base.float())
+    return merge
 
 
 def _untie(base: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from openrlhf.api import (
     UsageError,
     choose_hub,
     clean_text,
-    decode_each,
+    decode,
     format_number,
     num_samples,
     read_label,
@@ -209,6 +209,24 @@ def token_texts(folder: Path, row: Row) -> list[str]:
     texts = decode_each(load_run_tokenizer(folder), row["token_ids"][start:], after=row["token_ids"][:start])
     if row.get("response") not in (None, "".join(texts)):
         raise ValueError("the tokenizer is not the run's, because it decodes the answer differently")
+    return texts
+
+
+LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, of the longest UTF-8 character."""
+
+
+def decode_each(tokenizer: Any, token_ids: Sequence[int], *, after: Sequence[int] = ()) -> list[str]:
+    """Returns the text that each token adds; joined they are `decode(token_ids, after=after)`. A character of
+    several tokens is in the text of its last token."""
+    whole, texts = [*after, *token_ids], []
+    before, start = 0, len(after)  # start of the last whole-character tokens, and of those after
+    for end in range(start + 1, len(whole) + 1):
+        text = decode(tokenizer, whole[start:end], after=whole[before:start])
+        is_part = text.endswith("\ufffd") and end < len(whole) and end - start < LONGEST_CHARACTER
+        texts.append("" if is_part else text)
+        if not is_part:
+            before, start = start, end
     return texts
 
 

@@ -227,9 +227,9 @@ def test_reward_models_have_experts_too(folders: dict) -> None:
 
 def test_a_model_without_experts_is_refused(folders: dict) -> None:
     with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folders["dense"], told="--model.aux_loss_coef"):
-        check_experts(str(folders["dense"]), "--model")
+        check_experts(str(folders["dense"]), "--model", "--model.aux_loss_coef")
     for name in MODELS:
-        check_experts(str(folders[name]), "--model")
+        check_experts(str(folders[name]), "--model", "--model.aux_loss_coef")
 
 
 def test_policies_and_critics_balance_their_experts(folders: dict) -> None:

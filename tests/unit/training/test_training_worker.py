@@ -513,7 +513,7 @@ def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temp
         ones = np.ones(len(found), np.float32)
         learned = replace(batch, log_probs=found.numpy(), advantages=ones, returns=ones)
         for row in worker.rows(learned, [0, 1]):
-            worker.objective(0.0, seen)(policy, row, LossNorm(5, 2))
+            worker.objective(0.0, seen=seen)(policy, row, LossNorm(5, 2))
         torch.testing.assert_close(torch.cat(seen), found, atol=1e-5, rtol=0)
 
 

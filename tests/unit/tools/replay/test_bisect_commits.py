@@ -9,8 +9,8 @@ import pytest
 from recorded_runs import Recording
 from refusals import refused
 
-from openrlhf.backends.jobs import run_job
 from openrlhf.errors import ErrorCode
+from openrlhf.tools.command_line.jobs import run_job
 from openrlhf.tools.replay.bisect import run_commits
 from openrlhf.tools.replay.commits import ENTRY, Repository
 from openrlhf.tools.replay.flags import bisect as main

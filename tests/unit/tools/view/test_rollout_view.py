@@ -18,8 +18,9 @@ from tokenizers_of_users import llama_2_style
 
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.text import decode, decode_each
+from openrlhf.text import decode
 from openrlhf.tools.command_line import terminal
+from openrlhf.tools.view import rollouts
 from openrlhf.tools.view.flags import rollouts as rollouts_command
 from openrlhf.tools.view.rollouts import BAD, GOOD, NOT_CHOSEN, choose_style, coloured, legend
 from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
@@ -240,12 +241,12 @@ def test_hostile_text_is_inert(capsys):
 def test_the_text_of_each_token(tokenizer, text, prompt):
     """Together they are the text of all tokens, also where a character has several tokens."""
     token_ids, after = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (text, prompt))
-    texts = decode_each(tokenizer, token_ids, after=after)
+    texts = rollouts.decode_each(tokenizer, token_ids, after=after)
     assert len(texts) == len(token_ids)
     assert "".join(texts) == decode(tokenizer, token_ids, after=after)
 
 
 def test_a_character_stands_at_its_last_token():
     token_ids = BYTES("a 日", add_special_tokens=False)["input_ids"]
-    texts = decode_each(BYTES, token_ids)
+    texts = rollouts.decode_each(BYTES, token_ids)
     assert texts[-3:] == ["", "", "日"] and texts[0] == "a"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.backends.jobs import LAUNCHED, _processes, run_job
+from openrlhf.tools.command_line.jobs import LAUNCHED, _processes, run_job
 
 PROGRAM = """
 import os
