@@ -434,7 +434,14 @@ def test_roles_by_other_names(caller: str, capsys) -> None:
         {"role": "model", "content": "5"},
     ]
     found = as_messages(named)
-    assert [message["role"] for message in found] == "user assistant tool assistant user assistant".split()
+    assert [message["role"] for message in found] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     assert found[1]["tool_calls"] == [{"type": "function", "function": call}]
     assert as_messages([{"role": "observation", "content": "3"}])[0]["role"] == "observation"
     assert "note" not in capsys.readouterr().err
