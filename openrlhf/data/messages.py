@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 MARK = "\u241fanswer\u241f"
 """Placeholder of a text in a rendered conversation."""
-SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+CALLERS = ("function_call", "tool_call")
+SENDERS = {"human": "user", **dict.fromkeys(("gpt", "model", "bot", "chatbot", "ai", *CALLERS), "assistant")}
+SENDERS |= {"observation": "tool", "tool_response": "tool"}
 SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
-"""Roles by the names of ShareGPT."""
+"""Roles by the names of ShareGPT and of ms-swift; calls are the content of `CALLERS`."""
+KNOWN = {*SENDERS.values(), "developer", "ipython", "observation"}
+"""Roles of templates. A message with another one is written as it is, and never an answer."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of the thoughts before an answer. A template gets them under the names that it has."""
 WEIGHTS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
@@ -30,19 +34,19 @@ MASKS = ("masked", "train_detail", "training_detail")
 
 
 def with_role(message: Any) -> Any:
-    """Returns a message of ShareGPT, {"from": "human", "value": ...}, with role and content; else itself."""
+    """Returns a message of ShareGPT, {"from": "human", "value": ...}, with role and content, and roles by the
+    names that templates know, in any case; else itself. GLM-4's template has a role observation."""
     if not isinstance(message, dict):
         return message
-    if message.get("role") in ("human", "gpt"):
-        return message | {"role": SENDERS[message["role"]]}
-    sender = None if message.get("role") else message.get("from")
-    if not isinstance(sender, str) or sender not in SENDERS:
+    key = "role" if message.get("role") else "from"
+    sender = message[key].lower() if isinstance(message.get(key), str) else ""
+    if sender not in SENDERS or (key == "role" and sender == "observation"):
         return message
-    role, value = SENDERS[sender], message.get("value")
-    said = {"role": role, "content": value, "from": None, "value": None}
-    if sender == "function_call":
-        calls = decoded(value)
-        said |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    said = {"role": SENDERS[sender]}
+    if key == "from":
+        said |= {"content": message.get("value"), "from": None, "value": None}
+    if sender in CALLERS:
+        said |= {"content": "", "tool_calls": (message | said).get("content")}
     return message | said
 
 
@@ -50,7 +54,8 @@ def as_openai(message: Message) -> Message:
     """Returns the message with its calls, and the results of calls, in OpenAI's present form: earlier and
     flat forms are `function_call` and the role function, and {"name": ..., "arguments": ...}."""
     role = "tool" if message["role"] == "function" else message["role"]
-    calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
+    several = decoded(message.get("tool_calls")) or ()
+    calls = [*(several if isinstance(several, list | tuple) else [several]), message.get("function_call")]
     found = {"tool_calls": [as_function(call) for call in calls if call]} if any(calls) else {}
     return message | {"role": role, "function_call": None} | found
 
@@ -117,9 +122,9 @@ def join_text(content: Any) -> str | None:
 
 
 def is_blank(message: Message) -> bool:
-    """Tells whether a message has no call, no picture and no text but white space."""
+    """Tells whether a message has no call, no picture, no thoughts and no text but white space."""
     text = join_text(message.get("content") or "")
-    return text is not None and not text.strip() and not read_calls(message)
+    return text is not None and not (text + (thought_of(message) or "")).strip() and not read_calls(message)
 
 
 def read_calls(message: Message) -> list[dict[str, Any]]:
@@ -207,8 +212,10 @@ def _fitted(message: Message, form: Reads) -> Message:
 
 
 def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the call with changed arguments, which are its own or those of its `function`."""
+    """Returns the call with changed arguments, which are its own or those of its `function`. Without any,
+    also if their text is empty, they are {}."""
     if not isinstance(call, dict):
         return call
-    changes = {"function": lambda inner: _with_arguments(inner, change), "arguments": change}
-    return {key: changes[key](value) if key in changes else value for key, value in call.items()}
+    if "function" in call:
+        return call | {"function": _with_arguments(call["function"], change)}
+    return call | {"arguments": change(call.get("arguments") or {})} if "name" in call else call

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import (
+    KNOWN,
     MARK,
     MASKS,
     WEIGHTS,
@@ -102,6 +103,12 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             form = '{"role": …, "content": …} or {"from": "human" or "gpt", "value": …}'
             raise BadRow(f"message {i} is not of the form {form}.")
+        value[i - 1] = message = as_openai(message)
+        if message["role"] not in KNOWN:
+            why = (
+                "is neither the assistant's nor one that templates know: it is written as it is, not learned"
+            )
+            notify_once(f"note: the role {shortened(message['role'], 40)!r} of a message {why}")
         _check_content(message, i)
         if i > 1 and message["role"] == value[i - 2]["role"] == "assistant":
             raise BadRow(f"messages {i - 1} and {i} are answers in a row; join them, or remove one.")
@@ -113,16 +120,21 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
         if mark := next((name for name in MASKS if message.get(name)), None):
             text = f'message {i} has {mark}, which is not read: mark whole answers by "weight", 1 or 0.'
             raise BadRow(text)
-    return without_nulls([as_openai(message) for message in value])
+    return without_nulls(value)
 
 
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\[\s*\{\s*['"](role|content|from|value)['"]\s*:.*\]""", re.DOTALL)
 
 
 def _check_content(message: Message, number: int) -> None:
-    """Raises BadRow for a message without a content, and for a content that is no text and no list of parts;
-    of a tool it may be an object."""
+    """Raises BadRow for a message without a content, for a content that is no text and no list of parts (of a
+    tool it may be an object), and for a call without a name."""
     content, role = message.get("content"), message["role"]
+    for call in message.get("tool_calls") or ():
+        inner = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            text = f"a call of message {number} ({role}) is {shortened(str(call), 60)}, not of the form"
+            raise BadRow(f'{text} {{"name": …, "arguments": …}}.')
     if content is None and not read_calls(message):
         raise BadRow(f"message {number} ({role}) has no content.")
     is_result = isinstance(content, dict) and role not in ("system", "developer", "user", "assistant")

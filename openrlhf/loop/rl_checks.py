@@ -23,7 +23,7 @@ from openrlhf.observability.hooks.load import check_hooks
 from openrlhf.observability.trackers.load import build_trackers
 from openrlhf.rewards.function import check_reward_file
 from openrlhf.rollout.executors import check_agent_file
-from openrlhf.training.models import check_kwargs
+from openrlhf.training.models import check_loadable
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.training.schedule import prompts_of_steps
 from openrlhf.user_file import line_and_error
@@ -97,7 +97,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
     models |= {CRITIC_FLAG: [critic] if config.uses_critic else [], REWARD_FLAG: config.reward.models}
     for flag, path in ((flag, path) for flag, paths in models.items() for path in paths if path):
-        ask(flag, check_kwargs, config, path, flag)
+        ask(flag, check_loadable, config, path, flag)
         if (size := config.ds.tensor_parallel_size) > 1:
             ask(flag, check_tensor_parallel, path, flag, size)
     check_users_files(config, ask)  # last, because users' imports take longest

@@ -14,6 +14,7 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, get_backbone, get_row_layout
 from openrlhf.models.loading import load_config
 from openrlhf.models.prefixes import Branches
+from openrlhf.models.vision import freeze
 
 BALANCE_LOSS = "load_balancing_loss_func"
 """Name of transformers' load-balancing loss in the file of an architecture that has one."""
@@ -87,7 +88,7 @@ def freeze_routers(model: nn.Module) -> None:
     """Freezes the routers, so that the experts of a token change only with what the routers read."""
     for module in model.modules():
         if _is_router(type(module).__name__):
-            module.requires_grad_(False)
+            freeze(module.parameters())
 
 
 def check_routers(path: str, flag: str, freeze_flag: str) -> None:

@@ -78,12 +78,27 @@ def load_causal_lm(
     options |= {} if experts is None else {"experts_implementation": experts}
     options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    check_class(auto_class, config, path, flag)
     model, info = load_for_rows(auto_class, path, attention, max_len, liger, images, **options)
     check_loaded(info, path, flag)
     if others := sorted(info["unexpected_keys"]):
         text = f"its files have weights that a {type(model).__name__} lacks, such as {others[0]}"
         notify_once(f"note: {flag} {path}: {text} ({len(others)} of them); they are left out")
     return model
+
+
+def check_class(auto_class: Any, config: PreTrainedConfig, path: str, flag: str) -> None:
+    """Raises UsageError if transformers has no such class of model for the architecture."""
+    if type(config) in auto_class._model_mapping:
+        return
+    text = f"transformers has no {auto_class.__name__.removeprefix('Auto')} for its architecture, "
+    text += f"{config.model_type}.\nName another model."
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        text = (
+            f"a {config.model_type} reads images, which are not read here.\nCommands that train it need "
+            "--data.max_images_per_prompt 1; a row without images has [] as --data.image_key."
+        )
+    raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 
 
 def check_loaded(info: Mapping[str, Any], path: str, flag: str, *, new: str | None = None) -> None:
@@ -128,6 +143,7 @@ def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
     """Builds the model on torch's meta device. Raises UsageError for sizes that no model can have."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     config = load_config(path, flag)
+    check_class(auto_class, config, path, flag)
     with loading("model", path, flag, (RuntimeError,)), torch.device("meta"):
         return auto_class.from_config(config, trust_remote_code=False)
 
@@ -138,6 +154,7 @@ def load_generator(
     """Loads a model for transformers' `generate`, with one of transformers' attention implementations.
     `attention` auto: transformers' default."""
     config = load_config(path, flag)
+    check_class(AutoModelForCausalLM, config, path, flag)
     with loading("weights", path, errors=OF_FILES):
         model, info = AutoModelForCausalLM.from_pretrained(
             model_folder(path, weights=True),
@@ -300,12 +317,23 @@ def policy_tokenizer(config: Any) -> PreTrainedTokenizerBase:
 
 
 def policy_processor(config: Any) -> Any:
-    """Returns the policy's tokenizer or, if the policy reads images, its processor with that tokenizer. It is
-    saved with the policy."""
+    """Returns the policy's tokenizer or, if prompts have images, its processor with that tokenizer."""
     tokenizer = policy_tokenizer(config)
     if not config.reads_images:
         return tokenizer
     return processor_around(tokenizer, config.trained_models["policy"][1])
+
+
+def saved_reader(tokenizer: PreTrainedTokenizerBase, path: str, *, images: bool) -> Any:
+    """Returns what is saved beside a model that was made from the one at `path`: the tokenizer or, if the
+    model reads images, even if no row has some, its processor with that tokenizer."""
+    config, folder = load_config(path, ""), Path(model_folder(path))
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    of_text, of_images = (auto_class._model_mapping.get(type(config), None) for auto_class in classes)
+    has_processor = not folder.is_dir() or any(folder.glob("*processor_config.json"))
+    if images or (has_processor and of_text and of_text is of_images):
+        return processor_around(tokenizer, path)
+    return tokenizer
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:

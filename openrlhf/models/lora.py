@@ -28,6 +28,7 @@ from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, checkpoint_tensor
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import get_head
 from openrlhf.models.tensor_parallel import laid_out_as, whole, whole_shape
+from openrlhf.models.vision import is_frozen
 
 ALL_LINEAR = "all-linear"
 """Value of `--ds.lora.target_modules` that selects every linear layer except the head."""
@@ -258,24 +259,28 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    """Returns names, or last parts of names, of the layers that get an adapter."""
-    head = _head(model)
-    layers = model.named_modules()
-    linear = [n for n, module in layers if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+    """Returns names, or last parts of names, of the layers that get an adapter: no frozen ones, and none of
+    another kind of the same name, such as a block `0` beside a layer `0`."""
+    head, layers = _head(model), dict(model.named_modules())
+    is_adapted = lambda m: isinstance(m, (nn.Linear, Conv1D)) and m is not head and not is_frozen(m.weight)
+    linear = {name for name, module in layers.items() if is_adapted(module)}
     last_names = sorted({name.rpartition(".")[2] for name in linear})
     if last_names and wanted == (ALL_LINEAR,):
-        return last_names
+        wanted = tuple(last_names)
+    targets: list[str] = []
     for name in wanted:
-        if not any(known == name or known.endswith(f".{name}") for known in linear):
+        meant = {known for known in layers if f".{known}".endswith(f".{name}")}
+        targets += [name] if meant <= linear else sorted(meant & linear)
+        if not meant & linear:
             near = difflib.get_close_matches(name, last_names, n=3) or last_names
-            text = "names no linear layer (the head gets no adapter).\n"
+            text = "names no linear layer (head and frozen parts get no adapter).\n"
             text += (
                 f"Use {ALL_LINEAR}, or names like {', '.join(near)}."
                 if near
                 else f"A {type(model).__name__} has none: train all of its weights (--ds.lora.rank 0)."
             )
             raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ds.lora.target_modules", value=name)
-    return list(wanted)
+    return targets
 
 
 def is_classifier(model: PreTrainedModel) -> bool:

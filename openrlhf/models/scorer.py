@@ -26,6 +26,7 @@ from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
 from openrlhf.models.loading import (
     DTYPES,
     apply_kwargs,
+    check_class,
     check_loaded,
     check_model,
     load_config,
@@ -110,6 +111,7 @@ def load_scorer(
         register_classifier(config)
     if tokenizer is not None:
         tokenizer.pad_token_id = config.pad_token_id = padding_token_id(tokenizer)
+    check_class(AutoModelForSequenceClassification, config, path, flag)
     model, loaded = load_for_rows(
         AutoModelForSequenceClassification,
         path,

@@ -5,7 +5,7 @@ recent ones are cached, because all samples of a prompt have the same images. If
 in height and width, these are computed for each sequence separately, so that a row may contain several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -85,9 +85,18 @@ def freeze_vision(model: PreTrainedModel) -> None:
     """Freezes the vision tower and the projection of patches, so that only the language model is trained."""
     head = model.get_output_embeddings()
     learns = {id(p) for part in (model.get_decoder(), head) if part for p in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in learns:
-            parameter.requires_grad_(False)
+    freeze(parameter for parameter in model.parameters() if id(parameter) not in learns)
+
+
+def freeze(parameters: Iterable[nn.Parameter]) -> None:
+    """Freezes parameters, and marks them, so that their layers get no adapters."""
+    for parameter in parameters:
+        vars(parameter.requires_grad_(False))["is_frozen"] = True
+
+
+def is_frozen(parameter: nn.Parameter) -> bool:
+    """Returns True if `freeze` froze the parameter. 4-bit weights have no gradients anyway."""
+    return "is_frozen" in vars(parameter)
 
 
 def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:

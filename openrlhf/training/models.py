@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import MODEL_FLAG
-from openrlhf.models.loading import apply_kwargs, load_causal_lm, load_config, load_tokenizer
+from openrlhf.models.loading import apply_kwargs, check_class, load_causal_lm, load_config, load_tokenizer
 
 
 def load_language_model(config: Any, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
@@ -21,9 +21,13 @@ def model_kwargs(config: Any, flag: str) -> Mapping[str, Any]:
     return next(section.model_kwargs for section in sections if hasattr(section, "model_kwargs"))
 
 
-def check_kwargs(config: Any, path: str, flag: str) -> None:
-    """Raises UsageError for options of transformers that the model at `path` does not have."""
-    apply_kwargs(load_config(path, flag), model_kwargs(config, flag), path, flag)
+def check_loadable(config: Any, path: str, flag: str) -> None:
+    """Raises UsageError for a model that reads images in a run without them, and for options of transformers
+    that the model at `path` does not have."""
+    of_model = load_config(path, flag)
+    if not config.reads_images:
+        check_class(AutoModelForCausalLM, of_model, path, flag)
+    apply_kwargs(of_model, model_kwargs(config, flag), path, flag)
 
 
 def loading_options(config: Any, flag: str) -> dict[str, Any]:

@@ -32,11 +32,7 @@ from openrlhf.files import exporting
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.experts import freeze_routers
-from openrlhf.models.loading import (
-    policy_processor,
-    policy_tokenizer,
-    stop_token_ids,
-)
+from openrlhf.models.loading import policy_tokenizer, saved_reader, stop_token_ids
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import Replay
@@ -147,9 +143,10 @@ class TrainedWorker(ModelWorker[TrainedRank], ABC):
         with exporting(folder) if self.rank == 0 else nullcontext(folder) as made:
             self.model.export(str(made))
             if self.rank == 0:
-                policy_processor(self.config).save_pretrained(made)
-                _, path = self.config.trained_models["policy"]
-                save_ends(made, path, stop_token_ids(path, policy_tokenizer(self.config)))
+                (_, path), tokenizer = self.config.trained_models["policy"], policy_tokenizer(self.config)
+                reader = saved_reader(tokenizer, path, images=self.config.reads_images)
+                reader.save_pretrained(made)
+                save_ends(made, path, stop_token_ids(path, tokenizer))
 
     def _engine(
         self,
@@ -232,12 +229,11 @@ class PolicyWorker(TrainedWorker):
         model = load_language_model(self.config, path, flag, in_4bit=ds.load_in_4bit)
         if self.config.algo.router_replay:
             get_row_layout(model).replay = Replay(model)
-        model = prepare_for_training(model, ds)
         if self.config.actor.freeze_visual_encoder:
             freeze_vision(model)
         if self.config.actor.freeze_moe_router:
             freeze_routers(model)
-        return PolicyModel(model)
+        return PolicyModel(prepare_for_training(model, ds))
 
     def forward_without_adapters(self, batch: Batch) -> np.ndarray:
         """Returns the log-probs (A,) of the model with its adapters disabled, which is the reference of LoRA
@@ -373,10 +369,9 @@ class CriticWorker(TrainedWorker):
         gets a new head."""
         ds = self.config.ds
         scorer = load_reward_model(self.config, path, flag, in_4bit=ds.load_in_4bit)
-        model = prepare_for_training(scorer.model, ds)
         if self.config.critic_freezes_router:
-            freeze_routers(model)
-        return ValueModel(model)
+            freeze_routers(scorer.model)
+        return ValueModel(prepare_for_training(scorer.model, ds))
 
     def read(self, model: Callable, row: PackedRow) -> Tensor:
         return model(row)

@@ -8,10 +8,10 @@ from openrlhf.backends.deepspeed.support import check_options
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.loop.supervised.task import Task
 from openrlhf.models.experts import check_experts, check_routers
-from openrlhf.models.loading import check_model, processor_around
+from openrlhf.models.loading import check_model, saved_reader
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
-from openrlhf.training.models import check_kwargs, load_run_tokenizer
+from openrlhf.training.models import check_loadable, load_run_tokenizer
 
 
 def check_models(task: Task) -> None:
@@ -19,7 +19,7 @@ def check_models(task: Task) -> None:
     config, own = task.config, task.config.model.model_name_or_path
     for flag, path in task.models().items():
         check_model(path, flag)
-        check_kwargs(config, path, flag)
+        check_loadable(config, path, flag)
     if config.train.backend == "deepspeed":
         check_options(config.ds)
     check_saving(own, MODEL_FLAG, reader_of(config))
@@ -34,6 +34,6 @@ def check_models(task: Task) -> None:
 
 
 def reader_of(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    """Returns what is saved with the model: its tokenizer, or its processor if rows have images."""
+    """Returns what is saved with the model: its tokenizer, or its processor if it reads images."""
     own = tokenizer or load_run_tokenizer(config)
-    return processor_around(own, config.model.model_name_or_path) if config.data.reads_images else own
+    return saved_reader(own, config.model.model_name_or_path, images=config.data.reads_images)

@@ -8,7 +8,13 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
 from openrlhf.api import (
@@ -25,11 +31,14 @@ from openrlhf.api import (
     check_saving,
     exporting,
     first_line,
+    load_config,
     load_statistics,
     load_tokenizer,
     notify,
     padding_token_id,
+    register_classifier,
     save_model,
+    saved_reader,
     waiting,
 )
 from openrlhf.api import loading_model as loading
@@ -40,17 +49,21 @@ def run(config: LoraCombinerConfig) -> None:
     check_model(config.model_path, "--model_path")
     trained_on = _check_adapter(config)
     tokenizer_path, flag = _tokenizer_home(config)
-    tokenizer = load_tokenizer(tokenizer_path, flag=flag)
-    check_saving(config.model_path, "--model_path", tokenizer)
+    of_base, tokenizer = load_config(config.model_path, ""), load_tokenizer(tokenizer_path, flag=flag)
+    may_read = type(of_base) in AutoModelForImageTextToText._model_mapping
+    auto_class = _class_of(config, of_base, may_read)
+    images = may_read and auto_class is not AutoModelForCausalLM
+    reader = saved_reader(tokenizer, config.model_path, images=images)
+    check_saving(config.model_path, "--model_path", reader)
     with waiting("loading and merging the model", key=config.model_path):
-        model = _merge(config, trained_on)
+        model = _merge(config, trained_on, auto_class)
     if config.is_rm:
         tokenizer.pad_token_id = model.config.pad_token_id = padding_token_id(tokenizer)
         for name, value in load_statistics(config.lora_path).items():
             setattr(model.config, name, value)
     with exporting(config.output_path) as made:
         save_model(model, made, model.state_dict())
-        tokenizer.save_pretrained(made)
+        reader.save_pretrained(made)
         if (ends := Path(config.lora_path, GENERATION)).exists():  # the adapter has learned others
             shutil.copyfile(ends, Path(made, GENERATION))
     print(f"merged model saved to {config.output_path}", flush=True)
@@ -97,9 +110,25 @@ def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
             )
 
 
-def _merge(config: LoraCombinerConfig, trained_on: str) -> PreTrainedModel:
+def _class_of(config: LoraCombinerConfig, of_base: PreTrainedConfig, may_read: bool) -> Any:
+    """Returns the class of transformers whose models have the adapter's layers. `may_read`: whether the
+    architecture has one that reads images, perhaps beside one for text alone."""
+    if config.is_rm and may_read:
+        register_classifier(of_base)
+    if config.is_rm or not may_read:
+        return AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
+    if type(of_base) in AutoModelForCausalLM._model_mapping:
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(of_base, trust_remote_code=False)
+        names = load_peft_weights(config.lora_path, device="cpu")
+        adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+        if adapted <= {f"base_model.model.{name}" for name, _ in text.named_modules()}:
+            return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def _merge(config: LoraCombinerConfig, trained_on: str, auto_class: Any) -> PreTrainedModel:
     dtype = DTYPES[config.ds.param_dtype]
-    auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
     more: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
     more |= {"dtype": dtype, "output_loading_info": True}
     with loading("weights", config.model_path, "--model_path", OF_FILES):

@@ -15,12 +15,12 @@ from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.ppo import PromptDataConfig
 from openrlhf.config.supervised import ImageDataConfig, KTODataConfig
 from openrlhf.data.inference import build_answers, build_questions
-from openrlhf.data.messages import is_learned
+from openrlhf.data.messages import is_blank, is_learned
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
-from openrlhf.data.templates import as_messages, read_tools
+from openrlhf.data.templates import as_messages, read_tools, render_messages
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards.models import RewardReader
@@ -414,6 +414,77 @@ def test_messages_in_the_form_of_sharegpt() -> None:
         as_messages([talk[1], {"from": "bing", "value": "{}"}])
     renamed = [{"role": "human", "content": "Hi."}, {"role": "gpt", "content": "Ho."}]
     assert [message["role"] for message in as_messages(renamed)] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("caller", ["tool_call", "function_call"])
+def test_roles_by_other_names(caller: str, capsys) -> None:
+    """ms-swift and LLaMA-Factory give calls a role of their own, Gemini calls the assistant the model."""
+    call = {"name": "f", "arguments": {"a": 1}}
+    named = [
+        {"role": "User", "content": "hi"},
+        {"role": caller, "content": json.dumps(call)},
+        {"role": "tool_response", "content": "3"},
+        {"role": "Assistant", "content": "4"},
+        {"role": "user", "content": "ho"},
+        {"role": "model", "content": "5"},
+    ]
+    found = as_messages(named)
+    assert [message["role"] for message in found] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert found[1]["tool_calls"] == [{"type": "function", "function": call}]
+    assert as_messages([{"role": "observation", "content": "3"}])[0]["role"] == "observation"
+    assert "note" not in capsys.readouterr().err
+
+
+def test_a_role_that_no_template_knows_is_noted(capsys) -> None:
+    assert as_messages([{"role": "critic", "content": "3"}])[0]["role"] == "critic"
+    assert "note: the role 'critic' of a message" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ['[{"name": "f", "arguments": {}}]', '{"name": "f", "arguments": {}}', {"name": "f", "arguments": {}}],
+)
+def test_calls_as_text_and_single_ones(calls: object) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    (found,) = as_messages([called])
+    assert found["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    "calls", ["f(x)", ["f(x)"], [{"arguments": {}}], [{"function": "f"}], [{"function": {}}]]
+)
+def test_calls_without_a_name_are_refused(calls: object) -> None:
+    """Templates without calls would leave them out, and others would fail on them."""
+    with refused(ErrorCode.INVALID_ROW) as refusal:
+        as_messages(
+            [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        )
+    assert "a call of message 2 (assistant) is" in refusal.value.text
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}, ...])
+@pytest.mark.parametrize("template", [TEMPLATE, APPENDS], ids=["object", "text"])
+def test_a_call_without_arguments_has_an_empty_object(template: str, arguments: object) -> None:
+    """Servers of OpenAI's API write an empty text, a table null."""
+    call = {"name": "ls"} | ({} if arguments is ... else {"arguments": arguments})
+    talk = [ROWS[0]["messages"][0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = render_messages(as_messages(talk), with_template(template), add_generation_prompt=False)
+    assert text.endswith("CALL ls {}<|end|>")
+
+
+def test_thoughts_alone_are_an_answer() -> None:
+    template = CHATML.replace("<|end|>", "{{ m.reasoning_content }}<|end|>")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "thinking": "hm"}]
+    assert not is_blank(talk[1]) and is_blank(talk[1] | {"thinking": " "})
+    store = build_sft_samples(Rows.of([{"messages": talk}]), with_template(template), **SFT_OPTIONS)
+    assert len(store) == 1
 
 
 @pytest.mark.parametrize(

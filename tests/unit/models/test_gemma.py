@@ -9,13 +9,13 @@ import torch
 from PIL import Image as PILImage
 from tiny_gemma import tiny_gemma3, tiny_gemma4
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from openrlhf.data.image_rows import ImageColumn, find_layout
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_tokenizer, saved_reader
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import resolve_row_layout
@@ -176,3 +176,17 @@ def test_a_reward_model_reads_images(folder, rows, images, tmp_path) -> None:
             expected = hidden[ends] @ module.model.score.weight[0]
             found = scores.split([int(m.sum()) for m in row.action_mask.split(row.lengths)])[i]
             assert (found - expected).abs().max() < LAYERS * ROUNDING * scores.abs().max()
+
+
+def test_the_processor_is_saved_with_a_model_of_texts_that_can_read_images(folder: Path) -> None:
+    """vLLM loads no Gemma 3 or 4 without one."""
+    tokenizer = load_tokenizer(str(folder), flag="--model", chat_template="{{ messages }}")
+    reader = saved_reader(tokenizer, str(folder), images=False)
+    assert reader.image_processor and reader.tokenizer is tokenizer
+    assert reader.chat_template == tokenizer.chat_template
+
+
+def test_no_processor_is_saved_where_there_is_none(folder: Path, tmp_path: Path) -> None:
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(folder), flag="--model")
+    assert saved_reader(tokenizer, str(tmp_path), images=False) is tokenizer

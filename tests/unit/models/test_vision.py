@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image as PILImage
+from refusals import refused
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
@@ -17,16 +18,20 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.data.pictures import decoded, encoded
+from openrlhf.errors import ErrorCode
 from openrlhf.models import self_check, vision
 from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.lora import disabled_adapters, prepare_for_training, save_adapter
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import read_one_by_one, resolve_row_layout
 from openrlhf.models.vision import freeze_vision
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.tools.reference.outputs import log_probs_of_row
+from openrlhf.tools.serve.flags import lora_combiner as combine
 from openrlhf.types import Image, PackedRow, Sample
 
 ROUNDING = 256 * 2.0**-24
@@ -253,6 +258,64 @@ def test_what_is_frozen(folder: Path) -> None:
     assert frozen == {name for name, _ in module.model.named_parameters() if ".visual." in name}
     module(PackedRow.of(samples(folder))).log_probs.sum().backward()
     assert all((p.grad is None) == (name in frozen) for name, p in module.model.named_parameters())
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("wanted", [("all-linear",), ("proj", "q_proj")])
+def test_adapters_are_beside_linear_layers_that_learn(
+    folder: Path, wanted: tuple[str, ...], is_frozen: bool
+) -> None:
+    """The convolution `patch_embed.proj` and the block `visual.blocks.0` are none, whatever their names."""
+    model, wants_all = policy(folder).model, wanted == ("all-linear",)
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and name != "lm_head"
+        and not (is_frozen and ".visual." in name)
+        and (wants_all or name.endswith((".proj", ".q_proj")))
+    }
+    if is_frozen:
+        freeze_vision(model)
+    lora = DeepSpeedConfig(lora=LoraConfig(rank=2, target_modules=wanted))
+    if is_frozen and not wants_all:
+        with refused(ErrorCode.INVALID_VALUE, flag="--ds.lora.target_modules", value="proj"):
+            prepare_for_training(model, lora)
+        return
+    prepare_for_training(model, lora)
+    learns = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learns == {f"{name}.lora_{part}.default.weight" for name in linear for part in "AB"}
+
+
+@pytest.mark.parametrize("of_rewards", [False, True])
+def test_an_adapter_is_merged_into_a_model_that_reads_images(
+    folder: Path, tmp_path: Path, of_rewards: bool
+) -> None:
+    torch.manual_seed(1)
+    options = {"flag": "--model", "dtype": "fp32", "attention": "auto", "images": True}
+    module = load_scorer(str(folder), **options) if of_rewards else policy(folder)
+    prepare_for_training(module.model, DeepSpeedConfig(lora=LoraConfig(rank=2)))
+    learned = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+    for parameter in learned.values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(module.model, learned, tmp_path / "adapter")
+    words = f"--model_path {folder} --lora_path {tmp_path}/adapter --output_path {tmp_path}/merged"
+    combine([*words.split(), *["--is_rm"] * of_rewards])
+    merged, row = tmp_path / "merged", PackedRow.of(samples(folder))
+    again = load_scorer(str(merged), trained=True, **options) if of_rewards else policy(merged)
+    assert AutoProcessor.from_pretrained(merged).image_processor is not None
+    read = (lambda m: m(row)) if of_rewards else (lambda m: m(row).log_probs)
+    with torch.no_grad():
+        expected, found = read(module), read(again)
+        assert (found - expected).norm() < LAYERS * ROUNDING * expected.norm()
+        with disabled_adapters(module.model):
+            assert (read(module) - expected).norm() > 0.01 * expected.norm()
+
+
+def test_a_run_of_text_says_what_a_model_that_reads_images_needs(folder: Path) -> None:
+    with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folder) as refusal:
+        load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto")
+    assert "--data.max_images_per_prompt 1" in refusal.value.text
 
 
 @pytest.mark.few(1)

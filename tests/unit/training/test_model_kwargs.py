@@ -11,7 +11,7 @@ from openrlhf.config.supervised import DPOConfig, DPOModelConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.supervised.reference import REF_FLAG
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.training.models import check_kwargs, load_language_model, model_kwargs
+from openrlhf.training.models import check_loadable, load_language_model, model_kwargs
 from openrlhf.training.reward_models import load_reward_model
 
 
@@ -37,5 +37,5 @@ def test_a_name_that_the_model_does_not_have_is_refused_before_it_is_loaded(tmp_
     path = str(tiny_chat_model(tmp_path))
     expected = {"flag": "--actor.model_kwargs", "value": "atention_dropout"}
     with refused(ErrorCode.UNKNOWN_FLAG, **expected, told="did you mean attention_dropout?"):
-        check_kwargs(run_with(atention_dropout=0.5), path, ACTOR_FLAG)
-    check_kwargs(run_with(attention_dropout=0.5), path, ACTOR_FLAG)
+        check_loadable(run_with(atention_dropout=0.5), path, ACTOR_FLAG)
+    check_loadable(run_with(attention_dropout=0.5), path, ACTOR_FLAG)
