@@ -7,6 +7,7 @@ from rl_step import Setting, grpo_trainer
 from transformers import TrainerCallback
 
 from openrlhf.rewards.values import read_rewards
+from openrlhf.types import not_none
 from reproducible.loops import Clock
 from reproducible.methods import METHODS, OPTIMIZER_STEPS
 from reproducible.rows import Row
@@ -43,7 +44,7 @@ def train(
     grpo, times = METHODS["grpo"].flags, Times()
     trainer = grpo_trainer(
         setting,
-        as_trl(row.task.reward),
+        as_trl(not_none(row.task.reward)),
         times,
         optimizer_steps=OPTIMIZER_STEPS,
         loss_type="grpo",

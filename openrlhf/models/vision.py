@@ -94,7 +94,7 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
         vars(parameter.requires_grad_(False))["is_frozen"] = True
 
 
-def is_frozen(parameter: nn.Parameter) -> bool:
+def is_frozen(parameter: Tensor) -> bool:
     """Returns True if `freeze` froze the parameter. 4-bit weights have no gradients anyway."""
     return "is_frozen" in vars(parameter)
 

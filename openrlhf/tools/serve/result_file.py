@@ -118,9 +118,6 @@ def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-Row = dict[str, Any]
-
-
 def keep_best(rows: Sequence[Row]) -> list[Row]:
     """Rejection sampling: returns each input's answer with the highest reward, the first of equal ones."""
     return [max(group, key=_reward) for group in _by_input(rows)]

@@ -34,6 +34,15 @@ Address = tuple[int, int]
 """Epoch and prompt of a group."""
 
 
+class InOrder(PromptSampler):
+    """Hands out the prompts in the order of their numbers."""
+
+    shuffles = False
+
+    def order(self, epoch: int) -> list[int]:
+        return list(range(len(self._prompts)))
+
+
 class World:
     """Rollout that remembers how many prompts were asked for at a time. `scores(epoch, prompt_id)` gives the
     scores of a group, `arrival(n)` which of the n prompts under way is the next to finish."""
@@ -54,7 +63,8 @@ class World:
         self.under_way: list[Prompt] = []
         self.arrived: list[Address] = []
         dataset = PromptDataset([Prompt(prompt_id=i, text=f"prompt {i}") for i in range(num_prompts)])
-        self.prompts = PromptSampler(dataset, seed=seed, num_epochs=num_epochs, shuffle=shuffle)
+        sampler = PromptSampler if shuffle else InOrder
+        self.prompts = sampler(dataset, seed=seed, num_epochs=num_epochs)
         self.config = config_of(**flags)
         self.collector = Collector(self.config, self.prompts, self, self.on_group)
 

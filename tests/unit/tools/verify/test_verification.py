@@ -16,7 +16,6 @@ from refusals import refused
 from safetensors.torch import load_file
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
-from openrlhf.backends.jobs import LAUNCHED
 from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.config.commands import DPO, KTO, PPO, RM, SFT
@@ -84,7 +83,7 @@ def verified(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., dict[str, Finding]]]:
     """Yields a function that verifies a command and returns its findings by check."""
-    for name in LAUNCHED:
+    for name in jobs.LAUNCHED:
         monkeypatch.setenv(name, "")  # what the checks set is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("OPENRLHF_CACHE", str(folder / "cache"))
