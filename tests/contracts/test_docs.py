@@ -49,17 +49,7 @@ OPTIONS = {
     *("once", "width"),  # of openrlhf watch
     *("data", "file", "gpus", "model", "output", "reward", "what", "yes"),  # of openrlhf init
     *("budget", "out"),  # options of benchmarks/gpu.py
-    *(
-        "check",
-        "folder",
-        "list",
-        "page",
-        "quick",
-        "row",
-        "seed",
-        "smollm2",
-        "steps",
-    ),  # of benchmarks/reproduce.py
+    *("check", "folder", "list", "page", "quick", "row", "seed", "smollm2", "steps"),  # of reproduce.py
     "no_browser",  # of openrlhf view
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
     "keep",  # of openrlhf rehearse
@@ -69,7 +59,6 @@ OPTIONS = {
     "report",  # of openrlhf doctor
     "dry-run",  # of hf jobs run
     *("commits", "repository", "step"),  # of openrlhf bisect
-    *("check", "page", "smollm2"),  # of benchmarks/reproduce.py
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {

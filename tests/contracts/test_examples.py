@@ -25,11 +25,8 @@ SCRIPTS = sorted(script for script in (EXAMPLES / "scripts").glob("*.sh") if not
 """Scripts of the examples; links, which are other names of a script, are left out."""
 
 DOCUMENTED = {
-    *(
-        "agent_func_gem_multiturn.py",
-        "agent_func_nemogym_executor.py",
-        "agent_func_openai_server_executor.py",
-    ),
+    *("agent_func_gem_multiturn.py", "agent_func_nemogym_executor.py"),
+    "agent_func_openai_server_executor.py",
     *("ckpt_ds_zero_to_universal.sh", "docker_run.sh", "nvidia_docker_install.sh", "reward_func.py"),
     *("math_reward_func.py", "serve_remote_rm.sh", "train_conditional.sh", "train_dapo_ray_hybrid_engine.sh"),
     *("train_dpo_llama.sh", "train_dpo_ring_llama.sh", "train_iterative_dpo.sh", "train_kto_llama.sh"),

@@ -25,24 +25,9 @@ ODD = (
     *("reasoning_gym:", "reasoning_gym:x?size=-1", "\x00", "a" * 300 + ".jsonl"),
 )
 YAML = (
-    *(
-        "- 1\n- 2\n",
-        "a: &a [x]\nb: *a\n",
-        "a: &a [*a]\n",
-        "\x00",
-        "{" * 2000,
-        "a: 1\na: 2\n",
-        "\ufeffmodel: 1\n",
-    ),
-    *(
-        "&x [*x, *x]",
-        "!!python/object/apply:os.system ['touch owned']\n",
-        "5",
-        "",
-        "null",
-        ": :",
-        "- " * 5000,
-    ),
+    *("- 1\n- 2\n", "a: &a [x]\nb: *a\n", "a: &a [*a]\n", "\x00", "{" * 2000, "a: 1\na: 2\n"),
+    *("\ufeffmodel: 1\n", "&x [*x, *x]", "!!python/object/apply:os.system ['touch owned']\n"),
+    *("5", "", "null", ": :", "- " * 5000),
     "a:\n" + "".join(" " * k + "a:\n" for k in range(1, 300)),
 )
 

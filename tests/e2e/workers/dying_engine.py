@@ -3,6 +3,7 @@ other."""
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -50,6 +51,7 @@ def main(spec: dict) -> dict:
     # a cluster of its own, in which a core is a child of its engine
     os.environ |= {"RAY_ADDRESS": "local", "OPENRLHF_WARM_WORKERS": "0"}
     start_ray()
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actor = ray.remote(EngineActor).options(
         num_cpus=0, runtime_env={"env_vars": engine_environment(options)}, max_concurrency=16
     )

@@ -31,6 +31,12 @@ def inputs(dtype=torch.float64, num_actions=A):
     return hidden, weight, bias, torch.randint(0, V, (num_actions,))
 
 
+def assert_equal(results, tolerance=1e-9):
+    """Compares what two ways of computing have found."""
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, A, 100, None])
 @pytest.mark.parametrize(
     "options", [{}, {"scale": 1 / 0.7}, {"softcap": 2.0}, {"softcap": 3.0, "scale": 2.0}]
@@ -48,8 +54,7 @@ def test_values_and_gradients(chunk, options, has_bias):
         mix = torch.arange(1.0, A + 1, dtype=torch.float64)
         (log_probs * mix + entropy * mix.flip(0)).sum().backward()
         results.append((log_probs, entropy, hidden.grad, weight.grad, *([bias.grad] if has_bias else [])))
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert_equal(results)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, None])
@@ -71,8 +76,7 @@ def test_several_targets_of_an_action(chunk, head_learns, scale):
         mix = torch.arange(3.0 * A, dtype=torch.float64).view(A, 3).masked_fill(targets == targets[0], 0)
         (log_probs * mix).sum().backward()
         results.append([log_probs, hidden.grad, *([weight.grad, bias.grad] if head_learns else [])])
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert_equal(results)
     hidden, weight, _, targets = inputs(num_actions=0)
     nothing, _ = linear_log_probs(hidden, weight, targets[:, None].expand(0, 4))
     assert nothing.shape == (0, 4)
@@ -88,8 +92,7 @@ def test_gradient_of_one_output_only(which):
         log_probs, entropy = compute(hidden, weight, targets)
         (log_probs if which == "log_probs" else entropy).pow(2).sum().backward()
         results.append((hidden.grad, weight.grad))
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert_equal(results)
 
 
 def test_float32():
@@ -99,8 +102,7 @@ def test_float32():
         log_probs, _ = compute(hidden, weight, targets)
         log_probs.mean().backward()
         results.append((log_probs, hidden.grad, weight.grad))
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+    assert_equal(results, tolerance=1e-6)
 
 
 def test_bfloat16_weights_have_float32_logits():
@@ -151,8 +153,7 @@ def test_sum_and_its_gradients(options, has_bias, frozen):
         if total.requires_grad:
             (-total / 7).backward()
         results.append([total, *(x.grad for x in learned)])
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert_equal(results)
 
 
 def test_sum_without_gradients():
@@ -356,8 +357,7 @@ def test_each_action_may_have_a_scale_of_its_own(softcap, head_learns):
             found.append(log_probs)
         total.backward()
         results.append((torch.cat(found), hidden.grad, *([weight.grad, bias.grad] if head_learns else [])))
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+    assert_equal(results)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -76,6 +76,7 @@ def test_a_trial_gives_what_a_run_gives() -> None:
 
 
 RETURNS = "    def shape(self, step):\n        return "
+OF_ACTIONS = "    def advantages(self, rewards, step):\n        return "
 
 
 @pytest.mark.parametrize(
@@ -85,18 +86,9 @@ RETURNS = "    def shape(self, step):\n        return "
         (RETURNS + "step.rewards[:2]", "shape: expected (4,) floats, got (2,) torch.float32"),
         (RETURNS + "step.rewards / 0", "shape: [inf, nan, -inf, inf] is not finite"),
         (RETURNS + "1.0", "shape: expected a tensor (4,), got float"),
-        (
-            "    def advantages(self, rewards, step):\n        return rewards, rewards[:2]",
-            "the returns: expected (6,) floats, got (2,) torch.float32",
-        ),
-        (
-            "    def advantages(self, rewards, step):\n        return step.counts, rewards",
-            "the advantages: expected (6,) floats, got (4,) torch.int64",
-        ),
-        (
-            "    def advantages(self, rewards, step):\n        return rewards",
-            "advantages() must return a pair: advantages and returns, both (A,)",
-        ),
+        (OF_ACTIONS + "rewards, rewards[:2]", "the returns: expected (6,) floats, got (2,) torch.float32"),
+        (OF_ACTIONS + "step.counts, rewards", "the advantages: expected (6,) floats, got (4,) torch.int64"),
+        (OF_ACTIONS + "rewards", "advantages() must return a pair: advantages and returns, both (A,)"),
         (
             "    def state_dict(self):\n        return {'mean': 1.0}\n"
             "    def load_state_dict(self, state):\n        self.mean = state['meen']",
@@ -113,13 +105,13 @@ def test_an_estimator_that_fails_its_trial(tmp_path, body, problem):
     assert str(error.value) == f"{ESTIMATOR} {reference}: {problem}"
 
 
+TRIPLE = "the loss must return a triple"
+
+
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
-        (
-            "row.log_probs",
-            "the loss must return a triple, all (A,): loss, active lower bounds, active upper bounds",
-        ),
+        ("row.log_probs", f"{TRIPLE}, all (A,): loss, active lower bounds, active upper bounds"),
         ("(row.log_probs.mean(), never, never)", "the loss: expected (6,) floats, got () torch.float32"),
         (
             "(row.advantages, never, never)",
@@ -128,16 +120,14 @@ def test_an_estimator_that_fails_its_trial(tmp_path, body, problem):
         ("(row.log_probs, never, 0)", "the active upper bounds are not (6,) bool"),
         ("(row.log_probs, never.float(), never)", "the active lower bounds are not (6,) bool"),
         ("(row.log_probs, never, never[:2])", "the active upper bounds are not (6,) bool"),
-        ("[row.log_probs, never, never]", "the loss must return a triple"),
+        ("[row.log_probs, never, never]", TRIPLE),
         ("(row.log_probs / 0, never, never)", "the loss: [-inf"),
         (
             "((row.log_probs - row.log_probs.detach()).abs().sqrt(), never, never)",
             "the gradient of the loss: [nan",
         ),
-        (
-            "(row.log_probs - row.log_probs.max(), never, never)",
-            "line 6: RuntimeError: max()",
-        ),  # of no action,
+        # of no action
+        ("(row.log_probs - row.log_probs.max(), never, never)", "line 6: RuntimeError: max()"),
     ],
 )
 def test_a_loss_that_fails_its_trial(tmp_path, returned, problem):
@@ -151,34 +141,21 @@ def test_a_loss_that_fails_its_trial(tmp_path, returned, problem):
         check_algorithm(config, LOSS, reference)
 
 
+WEIGHTS = "corrections.base import Correction", "gap"
+PROXIMAL = "proximal.base import ProximalPolicy", "now, old, sampler, staleness"
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "returned", "problem"),
     [
+        (*WEIGHTS, "gap.log_ratio[:2]", "the weights: expected (6,) floats"),
+        (*WEIGHTS, "gap.counts", "the weights: expected (6,) floats"),
+        (*WEIGHTS, "None", "the weights: expected a tensor (6,), got NoneType"),
+        (*WEIGHTS, "gap.log_ratio - gap.log_ratio.max()", "max()"),
+        (*PROXIMAL, "sampler + old", "NoneType"),
+        (*PROXIMAL, "now / (0 if staleness is None else 1)", "log pi_prox: [-inf"),
         (
-            "corrections.base import Correction",
-            "gap",
-            "gap.log_ratio[:2]",
-            "the weights: expected (6,) floats",
-        ),
-        ("corrections.base import Correction", "gap", "gap.counts", "the weights: expected (6,) floats"),
-        (
-            "corrections.base import Correction",
-            "gap",
-            "None",
-            "the weights: expected a tensor (6,), got NoneType",
-        ),
-        ("corrections.base import Correction", "gap", "gap.log_ratio - gap.log_ratio.max()", "max()"),
-        ("proximal.base import ProximalPolicy", "now, old, sampler, staleness", "sampler + old", "NoneType"),
-        (
-            "proximal.base import ProximalPolicy",
-            "now, old, sampler, staleness",
-            "now / (0 if staleness is None else 1)",
-            "log pi_prox: [-inf",
-        ),
-        (
-            "proximal.base import ProximalPolicy",
-            "now, old, sampler, staleness",
-            "now if staleness is None else staleness",
+            *(*PROXIMAL, "now if staleness is None else staleness"),
             "log pi_prox: expected (6,) floats, got (6,) torch.int32",
         ),
     ],

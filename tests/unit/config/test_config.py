@@ -168,19 +168,8 @@ CHECKED = {
     checks: ("image_rows", "precision", "common_ignored", "template_ignored"),
     supervised_checks: ("_ignored", "_pretraining_ignored", "_pretraining", "_balance", "_no_dropout"),
     ppo_checks: (
-        *(
-            "_sources",
-            "_tasks",
-            "_quotas",
-            "_policy",
-            "_skipped_log_probs",
-            "_sampling",
-            "_asynchronous",
-            "_correction",
-            "_ignored",
-            "_ignored_by_algorithm",
-        ),
-        *("_kl", "_policy_loss"),
+        *("_sources", "_tasks", "_quotas", "_policy", "_skipped_log_probs", "_sampling", "_asynchronous"),
+        *("_correction", "_ignored", "_ignored_by_algorithm", "_kl", "_policy_loss"),
     ),
 }
 """Functions of the checks, by module, whose texts are all tested."""

@@ -12,12 +12,8 @@ from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.pass_through import PassThrough
 
 RUN = [
-    "--actor.model_name_or_path",
-    "x/y",
-    "--data.prompt_dataset",
-    "a/b",
-    "--reward.remote_url",
-    "http://h:1/get_reward",
+    *("--actor.model_name_or_path", "x/y", "--data.prompt_dataset", "a/b"),
+    *("--reward.remote_url", "http://h:1/get_reward"),
 ]
 TREE = {"quantization": "fp8", "max_num_seqs": 8, "hf_overrides": {"x-y.z": ["8", 8, None]}}
 
@@ -100,16 +96,8 @@ def test_what_cannot_be_passed_is_refused(words, part):
 
 
 def test_supervised_commands_pass_options_too():
-    words = [
-        "--model.model_name_or_path",
-        "x/y",
-        "--data.dataset",
-        "a/b",
-        "--data.input_key",
-        "q",
-        "--data.output_key",
-        "a",
-    ]
+    words = ["--model.model_name_or_path", "x/y", "--data.dataset", "a/b"]
+    words += ["--data.input_key", "q", "--data.output_key", "a"]
     config = parse(SFT, [*words, "--model.model_kwargs.attention_dropout", "0.1"], raises=True).config
     assert config.model.model_kwargs == {"attention_dropout": 0.1} and config.ds.config == PassThrough()
     with pytest.raises(ValueError, match=r"use --ds\.zero_stage"):

@@ -280,13 +280,6 @@ def test_evaluation_on_problems_of_training_is_remarked_upon(capsys, evaluation,
 
 
 def test_a_reward_batch_without_a_function_has_no_effect(capsys):
-    flags = [
-        "--data.prompt_dataset",
-        "some/data",
-        "--reward.remote_url",
-        "http://a:1/x",
-        "--reward.batch",
-        "4",
-    ]
-    parse(PPO, [*PPO_FLAGS, *flags])
+    source = ["--data.prompt_dataset", "some/data", "--reward.remote_url", "http://a:1/x"]
+    parse(PPO, [*PPO_FLAGS, *source, "--reward.batch", "4"])
     assert "reward.batch" in capsys.readouterr().err

@@ -532,8 +532,9 @@ def test_a_loop_that_lost_a_process_is_started_again(start, monkeypatch, capfd):
         assert ("never calls load_state" in capfd.readouterr().err) == (not resumes)
     assert started == [[sys.executable, *sys.orig_argv[1:]]]
     monkeypatch.delenv(RESTARTS)
-    with refused(ErrorCode.CONFLICT, flag="--train.max_restarts", value=1, told="no other to lose"):
+    with refused(ErrorCode.CONFLICT) as error:
         start(**{"train.max_restarts": 1})
+    assert "--train.max_restarts 1: one process has no other to lose" in str(error.value)
     start(**{"train.max_restarts": 0}).close()  # as in the config.yaml of a run
 
 

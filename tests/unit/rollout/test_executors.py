@@ -85,7 +85,7 @@ def test_a_penalty_of_its_own_fails_the_episode(tmp_path: Path) -> None:
     engine = Engine([65])
     path = agent_file(tmp_path, f'sampling_params.repetition_penalty = 1.1\n{ASK}return {{"reward": 1}}')
     (t,) = run(path, engine)
-    assert t.outcome is Outcome.ENV_ERROR and not engine.asked
+    assert t.outcome is ENV and not engine.asked
     assert f"{path}:" in t.error and "repetition_penalty 1.1" in t.error
 
 
@@ -96,51 +96,39 @@ def test_without_ranges_all_requests_are_trained_on(tmp_path: Path) -> None:
     assert [(t.reward, t.part, t.truncated) for t in parts] == [(1.0, 0, True), (1.0, 1, True)]
 
 
+ENV, REWARD = Outcome.ENV_ERROR, Outcome.REWARD_ERROR
+TOKENS = "{'reward': 1, 'observation_tokens': "
+
+
 @pytest.mark.parametrize(
     ("returned", "outcome", "error"),
     [
-        ("None", Outcome.ENV_ERROR, "execute returned NoneType, not a dict"),
-        ("{'rewards': 1}", Outcome.ENV_ERROR, "execute returned a dict without 'reward'; it has 'rewards'"),
-        ("{'reward': None}", Outcome.REWARD_ERROR, "the reward None"),
-        ("{'reward': float('nan')}", Outcome.REWARD_ERROR, r"returned reward that are not finite: \[nan\]"),
-        ("{'reward': 'good'}", Outcome.REWARD_ERROR, "returned reward that are not numbers: .*'good'"),
-        ("{'reward': 1, 'scores': [1, 2]}", Outcome.REWARD_ERROR, "returned 2 scores for 1 samples"),
+        ("None", ENV, "execute returned NoneType, not a dict"),
+        ("{'rewards': 1}", ENV, "execute returned a dict without 'reward'; it has 'rewards'"),
+        ("{'reward': None}", REWARD, "the reward None"),
+        ("{'reward': float('nan')}", REWARD, r"returned reward that are not finite: \[nan\]"),
+        ("{'reward': 'good'}", REWARD, "returned reward that are not numbers: .*'good'"),
+        ("{'reward': 1, 'scores': [1, 2]}", REWARD, "returned 2 scores for 1 samples"),
         (
             "{'reward': 1, 'extra_logs': {'a': float('inf')}}",
-            Outcome.REWARD_ERROR,
+            REWARD,
             r"extra_logs\['a'\] that are not finite: \[inf\]",
         ),
-        ("{'reward': 1, 'extra_logs': 3}", Outcome.REWARD_ERROR, "extra_logs that are not a dict: 3"),
+        ("{'reward': 1, 'extra_logs': 3}", REWARD, "extra_logs that are not a dict: 3"),
+        (TOKENS + "[1, 3]}", ENV, "observation_tokens and action_ranges"),
         (
-            "{'reward': 1, 'observation_tokens': [1, 3]}",
-            Outcome.ENV_ERROR,
-            "observation_tokens and action_ranges",
-        ),
-        (
-            "{'reward': 1, 'observation_tokens': [1, 3, 7], 'action_ranges': [(2, 3)]}",
-            Outcome.ENV_ERROR,
+            TOKENS + "[1, 3, 7], 'action_ranges': [(2, 3)]}",
+            ENV,
             r"an action range \(2, 3\) has tokens that the engine never answered with: the one at 2, 7, was",
         ),
         (
-            "{'reward': 1, 'observation_tokens': [[1, 3]], 'action_ranges': [(1, 2)]}",
-            Outcome.ENV_ERROR,
+            TOKENS + "[[1, 3]], 'action_ranges': [(1, 2)]}",
+            ENV,
             r"observation_tokens .*: int64 of shape \(1, 2\)",
         ),
-        (
-            "{'reward': 1, 'observation_tokens': [1, 3.5], 'action_ranges': [(1, 2)]}",
-            Outcome.ENV_ERROR,
-            r"observation_tokens .*: float64",
-        ),
-        (
-            "{'reward': 1, 'observation_tokens': [1, 3], 'action_ranges': [2]}",
-            Outcome.ENV_ERROR,
-            "action_ranges ",
-        ),
-        (
-            "{'reward': 1, 'observation_tokens': [1, 3], 'action_ranges': []}",
-            Outcome.ENV_ERROR,
-            "no action.* llm_engine.generate",
-        ),
+        (TOKENS + "[1, 3.5], 'action_ranges': [(1, 2)]}", ENV, r"observation_tokens .*: float64"),
+        (TOKENS + "[1, 3], 'action_ranges': [2]}", ENV, "action_ranges "),
+        (TOKENS + "[1, 3], 'action_ranges': []}", ENV, "no action.* llm_engine.generate"),
     ],
 )
 def test_answers_that_cannot_be_used(tmp_path: Path, returned: str, outcome: Outcome, error: str) -> None:
@@ -176,22 +164,18 @@ def test_reward_models_may_give_the_reward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "outcome", "error"),
     [
-        ("x = {}\nreturn x['answer']", Outcome.ENV_ERROR, "PATH: line 6: KeyError: 'answer'\nTraceback"),
-        ("raise RewardError('no judge')", Outcome.REWARD_ERROR, "no judge"),
-        ("raise TimeoutError('theirs')", Outcome.ENV_ERROR, "PATH: line 5: TimeoutError: theirs\n"),
-        ("from json import loads\nloads('{')", Outcome.ENV_ERROR, "PATH: line 6: JSONDecodeError: Expecting"),
-        (
-            "await asyncio.sleep(60)",
-            Outcome.TIMED_OUT,
-            "PATH: execute took longer than --rollout.episode_timeout 0.2 s",
-        ),
+        ("x = {}\nreturn x['answer']", ENV, "PATH: line 6: KeyError: 'answer'\nTraceback"),
+        ("raise RewardError('no judge')", REWARD, "no judge"),
+        ("raise TimeoutError('theirs')", ENV, "PATH: line 5: TimeoutError: theirs\n"),
+        ("from json import loads\nloads('{')", ENV, "PATH: line 6: JSONDecodeError: Expecting"),
+        ("await asyncio.sleep(60)", Outcome.TIMED_OUT, "PATH: execute took longer than LIMIT 0.2 s"),
     ],
 )
 def test_what_an_executor_raises(tmp_path: Path, body: str, outcome: Outcome, error: str) -> None:
     path = agent_file(tmp_path, f"{body}")
     (t,) = run(path, Engine([65]), timeout=0.2)
     assert t.outcome is outcome
-    assert t.error.startswith(error.replace("PATH", path))
+    assert t.error.startswith(error.replace("PATH", path).replace("LIMIT", "--rollout.episode_timeout"))
 
 
 def test_of_a_deep_error_the_last_calls_are_told(tmp_path: Path) -> None:
@@ -203,7 +187,7 @@ def test_of_a_deep_error_the_last_calls_are_told(tmp_path: Path) -> None:
 
 def test_what_was_sampled_before_an_exception_is_kept(tmp_path: Path) -> None:
     (t,) = run(agent_file(tmp_path, f"{ASK}raise OSError('sandbox')"), Engine([65, 66]))
-    assert t.outcome is Outcome.ENV_ERROR and t.action_ids.tolist() == [65, 66]
+    assert t.outcome is ENV and t.action_ids.tolist() == [65, 66]
 
 
 def test_an_executor_that_fails_runs_again(tmp_path: Path) -> None:
@@ -233,18 +217,24 @@ SIGNATURES = {
 }
 
 
+def written(folder: Path, source: str) -> Path:
+    path = folder / "agent.py"
+    path.write_text(source)
+    return path
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("signature", SIGNATURES.values(), ids=SIGNATURES)
 def test_an_executor_gets_what_it_accepts(tmp_path: Path, signature: str) -> None:
-    path = tmp_path / "agent.py"
     body = f"        {ASK}        return {{'reward': 1}}\n"
-    path.write_text(f"{HEAD}class AgentExecutor(AgentExecutorBase):\n{signature}{body}")
-    assert check_agent_file(str(path), "--train.agent_func_path") == ""
-    (t,) = run(str(path), Engine([65]))
+    path = str(written(tmp_path, f"{HEAD}class AgentExecutor(AgentExecutorBase):\n{signature}{body}"))
+    assert check_agent_file(path, "--train.agent_func_path") == ""
+    (t,) = run(path, Engine([65]))
     assert t.ok, t.error
 
 
 CLASS = f"{HEAD}class AgentExecutor(AgentExecutorBase):\n"
+CONSTRUCTOR = "    def __init__(self"
 
 
 @pytest.mark.processes
@@ -258,21 +248,14 @@ CLASS = f"{HEAD}class AgentExecutor(AgentExecutorBase):\n"
             "AgentExecutor is no subclass of openrlhf.agents.base.AgentExecutorBase",
         ),
         (f"{CLASS}    pass", "AgentExecutor does not define execute"),
-        (
-            f"{CLASS}    def __init__(self, max_steps): pass\n{EXECUTE}        pass",
-            "AgentExecutor(max_steps) ",
-        ),
+        (f"{CLASS}{CONSTRUCTOR}, max_steps): pass\n{EXECUTE}        pass", "AgentExecutor(max_steps) "),
         (f"{CLASS}    async def execute(self, prompt, env): pass", "execute(self, prompt, env) "),
-        (
-            "import json\nimport no_such_package",
-            "line 2: ModuleNotFoundError: No module named 'no_such_package'",
-        ),
+        ("import json\nimport no_such", "line 2: ModuleNotFoundError: No module named 'no_such'"),
         ("import os\nos._exit(3)", "the process that imported the file died with exit code 3"),
     ],
 )
 def test_files_that_cannot_be_agents(tmp_path: Path, source: str, text: str) -> None:
-    path = tmp_path / "agent.py"
-    path.write_text(source)
+    path = written(tmp_path, source)
     with refused(ErrorCode.USER_CODE, flag="--train.agent_func_path", value=path) as error:
         check_agent_file(str(path), "--train.agent_func_path")
     assert error.value.text.startswith(text)
@@ -285,18 +268,15 @@ def load(path: Path, **options) -> UserExecutor:
 
 
 def test_an_import_that_does_not_end_ends_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "agent.py"
-    path.write_text("import time\ntime.sleep(1)\n")
+    path = written(tmp_path, "import time\ntime.sleep(1)\n")
     with refused(ErrorCode.USER_CODE, value=path) as told:
         load(path, deadline=0.1)
     assert isinstance(told.value, ImportTimeout) and "0.1 s" in told.value.text
 
 
 def test_a_constructor_that_raises_names_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "agent.py"
-    path.write_text(
-        f"{CLASS}    def __init__(self):\n        raise OSError('no sandbox')\n{EXECUTE}        pass\n"
-    )
+    raises = f"{CONSTRUCTOR}):\n        raise OSError('no sandbox')\n"
+    path = written(tmp_path, f"{CLASS}{raises}{EXECUTE}        pass\n")
     with refused(ErrorCode.USER_CODE) as error:
         load(path)
     assert error.value.text == f"{path}: line 5: OSError: no sandbox"
@@ -304,8 +284,7 @@ def test_a_constructor_that_raises_names_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
-    path = tmp_path / "agent.py"
-    path.write_text("class AgentExecutor: pass")
+    path = written(tmp_path, "class AgentExecutor: pass")
     config = PPOConfig(train=TrainConfig(agent_func_path=str(path)))
     asked = []
     check_files(config, lambda flag, check, *args, **options: asked.append((flag, check, args)), on_cpu=True)
