@@ -16,7 +16,6 @@ from refusals import refused
 from safetensors.torch import load_file
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
-from openrlhf.backends.jobs import LAUNCHED
 from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.config.commands import DPO, KTO, PPO, RM, SFT
@@ -26,6 +25,7 @@ from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models import backbone, policy, scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import jobs
+from openrlhf.tools.command_line.jobs import LAUNCHED
 from openrlhf.tools.verify import compare, continuing, engine, ranks, trainer
 from openrlhf.tools.verify.compare import Gradient, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
