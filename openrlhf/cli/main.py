@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from types import ModuleType
 
@@ -24,22 +24,18 @@ TOOLS = ("demo", "fetch", "plan", "verify", "doctor", "view", "replay", "serve")
 """Folders of `openrlhf.tools` that have commands."""
 
 
-def _commands() -> Iterator[tuple[str, tuple[str, str]]]:
-    for name, (module, summary) in OWN.items():
-        yield name, (f"openrlhf.cli.{module}", summary)
-    for tool in TOOLS:
-        folder = import_module(f"openrlhf.tools.{tool}")
-        for name, (module, summary) in folder.COMMANDS.items():
-            yield name, (f"{folder.__name__}.{module}", summary)
-
-
-def _package_commands() -> Iterator[tuple[str, tuple[str, str]]]:
-    for name, point in registered("commands").items():
-        yield name, (point.module, f"of the package {point.dist.name if point.dist else point.module}")
-
-
-OURS = dict(_commands())
-COMMANDS = OURS | {name: command for name, command in _package_commands() if name not in OURS}
+FOLDERS = {"openrlhf.cli": OWN}
+FOLDERS |= {f"openrlhf.tools.{tool}": import_module(f"openrlhf.tools.{tool}").COMMANDS for tool in TOOLS}
+OURS = {
+    name: (f"{folder}.{module}", summary)
+    for folder, commands in FOLDERS.items()
+    for name, (module, summary) in commands.items()
+}
+COMMANDS = OURS | {
+    name: (point.module, f"of the package {point.dist.name if point.dist else point.module}")
+    for name, point in registered("commands").items()
+    if name not in OURS
+}
 """Command -> (its module, summary for `--help`). Installed packages add those of the entry points
 `openrlhf.commands`, and replace none."""
 

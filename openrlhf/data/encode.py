@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -224,19 +224,12 @@ NOTHING_TO_LEARN = "nothing to learn (empty prompt or answer)"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
-class Kept(Protocol):
+class Kept(Sized, Protocol):
     """Items built from rows, with counts of the rows that were truncated or skipped: see `Samples`."""
 
-    @property
-    def skipped(self) -> Counter[str]: ...
-
-    @property
-    def truncated(self) -> int: ...
-
-    @property
-    def needed_len(self) -> int: ...
-
-    def __len__(self) -> int: ...
+    skipped: Counter[str]
+    truncated: int
+    needed_len: int
 
 
 def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:

@@ -108,13 +108,12 @@ class PromptSampler:
     num_epochs None: endless.
     """
 
-    def __init__(
-        self, prompts: PromptDataset, *, seed: int, num_epochs: int | None = None, shuffle: bool = True
-    ):
+    shuffles = True
+
+    def __init__(self, prompts: PromptDataset, *, seed: int, num_epochs: int | None = None):
         self._prompts = prompts
         self._seed = seed
         self._num_epochs = num_epochs
-        self.shuffles = shuffle
         self._start(epoch=0, position=0)
 
     @property
@@ -129,7 +128,7 @@ class PromptSampler:
 
     def order(self, epoch: int) -> list[int]:
         """Returns the indices of the prompts in the order of an epoch."""
-        return epoch_order(len(self._prompts), seed=self._seed, epoch=epoch, shuffle=self.shuffles)
+        return epoch_order(len(self._prompts), seed=self._seed, epoch=epoch)
 
     def next_batch(self, n: int) -> list[Prompt]:
         """Returns the next n prompts. The last batch of an epoch holds its remaining prompts; after the last

@@ -118,9 +118,8 @@ def as_of_today(table: pa.Table, written: Container[str]) -> pa.Table:
 
 def to_trajectories(table: pa.Table) -> list[Trajectory]:
     """Rebuilds trajectories. Their arrays are views of the table's columns."""
-    for name in ("turn_rewards", "images", "extra_texts"):
-        if name not in table.column_names:  # absent in journals of earlier versions
-            table = table.append_column(name, pa.array([[]] * len(table), SCHEMA.field(name).type))
+    for name in (name for name in ADDED if name not in table.column_names):
+        table = table.append_column(name, pa.nulls(len(table), SCHEMA.field(name).type))
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [
@@ -130,10 +129,7 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
 
 
 def _nuclei(table: pa.Table) -> list[Nuclei | None]:
-    """Returns the top-p/top-k nucleus of each row; None for the whole vocabulary, and in journals of earlier
-    versions, which lack the columns."""
-    if KEPT.names[0] not in table.column_names:
-        return [None] * len(table)
+    """Returns the top-p/top-k nucleus of each row; None for the whole vocabulary."""
     missing = table[KEPT.names[0]].is_null().to_pylist()
     sets = zip(*(_split(table[name]) for name in KEPT.names), strict=True)
     return [
@@ -144,8 +140,6 @@ def _nuclei(table: pa.Table) -> list[Nuclei | None]:
 
 def _tokens(table: pa.Table) -> list[np.ndarray | None]:
     """Returns the likely tokens of each row; None where they were not recorded."""
-    if LIKELY_TOKENS.names[0] not in table.column_names:
-        return [None] * len(table)
     found: list[np.ndarray | None] = []
     columns = [_split(table[name]) for name in ("rollout_log_probs", *LIKELY_TOKENS.names)]
     for actions, ids, log_probs in zip(*columns, strict=True):
@@ -284,10 +278,10 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
             epoch=row["epoch"],
         ),
         action_mask=action_mask,
-        images=tuple(Image(reference, b"") for reference in row["images"]),
+        images=tuple(Image(reference, b"") for reference in row["images"] or ()),
         outcome=Outcome(row["outcome"]),
         extra_logs={log["name"]: log["value"] for log in row["extra_logs"]},
-        extra_texts={text["name"]: text["value"] for text in row["extra_texts"]},
+        extra_texts={text["name"]: text["value"] for text in row["extra_texts"] or ()},
         **{name: row[name] for name in _SAME},
     )
 

@@ -156,7 +156,8 @@ class Dispatcher(Generic[EngineT]):
         self._num_samples, self._memory = num_samples, memory
         self._score, self._scores_at_once, self._retry_on = score, scores_at_once, retry_on
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="score")
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Work for the thread; None ends it."""
         self._finished: dict[Purpose, queue.SimpleQueue[PromptGroup | BaseException]] = {
             purpose: queue.SimpleQueue() for purpose in num_samples
         }
@@ -227,20 +228,17 @@ class Dispatcher(Generic[EngineT]):
         self._events.put(partial(_throw, error))
 
     def close(self) -> None:
-        self._events.put(_stop)
+        self._events.put(None)
         self._scorer.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         """Runs the thread: handles all pending events, then sends the requests for which engines have
         room."""
         try:
-            while True:
-                self._events.get()()  # bounded: an idle thread
-                while not self._events.empty():
-                    self._events.get()()  # bounded: an idle thread
-                self._advance()
-        except _Stop:
-            return
+            for handle in iter(self._events.get, None):  # bounded: an idle thread
+                handle()
+                if self._events.empty():
+                    self._advance()
         except BaseException as error:
             for finished in self._finished.values():
                 finished.put(error)
@@ -367,14 +365,6 @@ def _replaced(group: PromptGroup, rerun: PromptGroup) -> PromptGroup:
     return replace(
         group, trajectories=sorted([*kept, *rerun.trajectories], key=lambda t: (t.sample_index, t.part))
     )
-
-
-class _Stop(Exception):
-    pass
-
-
-def _stop() -> None:
-    raise _Stop
 
 
 def _throw(error: BaseException) -> NoReturn:
