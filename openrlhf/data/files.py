@@ -495,7 +495,7 @@ def _read_table(read: Callable[[Path], Any], file: File) -> Any:
         return read(file.path)
     except UsageError:
         raise
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # KeyError: two columns of a name
         size, ending = file.path.stat().st_size, file.path.suffix
         text = f"damaged, not a {ending} file, or of types without rows ({size} bytes):\n{first_line(error)}"
         raise file.error(ErrorCode.UNREADABLE, text) from error

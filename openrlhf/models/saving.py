@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.files import read_object, write_atomically
@@ -32,17 +33,28 @@ def save_ends(folder: str | Path, base: str, ids: Iterable[int]) -> None:
     """Adds end tokens to the generation_config.json of an exported model: `generate` of transformers ends an
     answer at those alone. An adapter gets a copy of that of its `base`, for the model that it is merged into.
     Reward models and critics have none."""
-    own, of_base = Path(folder, GENERATION), Path(model_folder(base), GENERATION)
-    source = of_base if Path(folder, "adapter_config.json").exists() else own
-    if not source.exists():
+    own, adapter = Path(folder, GENERATION), Path(folder, "adapter_config.json")
+    if adapter.exists() and read_object(adapter).get("task_type") == "CAUSAL_LM":
+        values = _generation_values(base)
+    elif own.exists():
+        values = read_object(own)
+    else:
         return
-    values = read_object(source)
     known = values.get("eos_token_id")
     listed = [known] if isinstance(known, int) else known or []
     if added := [number for number in ids if number not in listed]:
         ends = [*listed, *added]
         values["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         write_atomically(own, [json.dumps(values, indent=2) + "\n"], shared=True)
+
+
+def _generation_values(base: str) -> dict[str, Any]:
+    """Returns the generation_config.json of a folder or a name on the hub; without one, what transformers
+    makes of its config.json."""
+    path = model_folder(base)
+    if file := cached_file(path, GENERATION, _raise_exceptions_for_missing_entries=False):
+        return read_object(Path(file))
+    return GenerationConfig.from_model_config(load_config(base, "")).to_diff_dict()
 
 
 def check_saving(path: str, flag: str, reader: Any) -> None:

@@ -269,6 +269,20 @@ def test_a_header_of_csv_names_each_column_once(tmp_path):
     assert load(path)[0]["input"] == "one"
 
 
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_table_names_each_column_once(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    table = pa.Table.from_arrays([pa.array([text]) for text in "abc"], names=["input", "output", "output"])
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with refused(ErrorCode.UNREADABLE, flag=FLAG, value=path) as told:
+        load(path)
+    assert '"output" exists 2 times' in told.value.text
+
+
 def test_devices_and_pipes_are_no_datasets(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for place in ("/dev/null", tmp_path / "pipe.jsonl"):

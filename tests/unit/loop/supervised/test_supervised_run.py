@@ -25,6 +25,7 @@ from openrlhf.config.parse import parse
 from openrlhf.config.supervised_commands import SFT
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.supervised import command
+from openrlhf.models.saving import save_ends
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.text import Calendar
@@ -127,6 +128,32 @@ def test_a_trained_model_lists_the_end_that_it_has_learned(chat, more, model, ro
         "becomes an end token in the generation_config.json of the trained model" in capsys.readouterr().err
     )
     assert told == chat
+
+
+@pytest.mark.parametrize("is_on_hub", [False, True])
+def test_an_adapter_lists_ends_that_no_file_beside_its_base_lists(
+    is_on_hub: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base on the hub is no folder; the one here has no generation config at all, but a config.json."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    if is_on_hub:
+        base = tmp_path / "hub" / "models--owner--base" / "snapshots" / "1"
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        (tmp_path / "hub" / "models--owner--base" / "refs").mkdir(parents=True)
+        (tmp_path / "hub" / "models--owner--base" / "refs" / "main").write_text("1")
+    shutil.copytree(model, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    listed = {"eos_token_id": [8]}
+    file = base / "generation_config.json"
+    file.write_text(json.dumps(listed)) if is_on_hub else file.unlink()
+    for task, expected in {"CAUSAL_LM": [8 if is_on_hub else 7, 9], "SEQ_CLS": None}.items():
+        (adapter / task).mkdir(parents=True)
+        (adapter / task / "adapter_config.json").write_text(json.dumps({"task_type": task}))
+        save_ends(adapter / task, "owner/base" if is_on_hub else str(base), [9])
+        made = adapter / task / "generation_config.json"
+        assert (json.loads(made.read_text())["eos_token_id"] if made.exists() else None) == expected
 
 
 @pytest.fixture
