@@ -83,7 +83,7 @@ from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import begin_forward, with_outputs
 from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
-from openrlhf.training.schedule import build_schedule
+from openrlhf.training.schedule import build_schedule, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.
@@ -343,6 +343,9 @@ class Run:
         """
         if isinstance(advantages, str | type):
             check_choice(ESTIMATORS, advantages, "estimator")
+            if ESTIMATORS[advantages].needs_critic and not self.config.uses_critic:
+                text = "needs a critic, which --algo.advantage.estimator loads; set it to this estimator"
+                raise UsageError(ErrorCode.CONFLICT, text, flag="estimator", value=advantages)
         if not log_probs and isinstance(advantages, str | type | None):
             for text in log_prob_needs(self.config):
                 raise UsageError(ErrorCode.CONFLICT, text, flag="log_probs", value=False)
@@ -557,8 +560,9 @@ class Run:
         announce(self._hooks, Hook.advantages, step)
         self._measured |= step.metrics
         self._kl_mean = step.metrics.get("kl/mean")
-        left = [i for i, t in enumerate(step.finished) if not t.truncated]
-        batch = step.batch.select(left) if config.rollout.mask_truncated else step.batch
+        batch = step.batch
+        if config.rollout.mask_truncated:
+            batch = batch.select(trained_on(step, with_truncated=False))
         self._fresh.append(batch.log_probs)
         return batch
 
