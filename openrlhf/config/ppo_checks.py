@@ -510,16 +510,21 @@ def _skipped_log_probs(c: PPOConfig) -> Iterator[Problem]:
     if steps > 1 and advantage.proximal.needs_forward:
         text = f"needs RL steps of one optimizer step, and these have {steps};\nuse train.batch_size "
         yield Problem(key, f"{text}{c.samples_per_step} and train.max_epochs 1, or remove it")
-    if c.uses_reference and not c.algo.kl.use_loss:
-        text = "KL in the reward needs these log-probs; add --algo.kl.use_loss --algo.kl.estimator k2 or "
-        yield Problem(key, f"{text}--algo.kl.init_coef 0, or remove it")
-    if c.uses_teacher:
-        text = "the teacher's reward (teacher.model_name_or_path) needs these log-probs; remove it"
-        yield Problem(key, text)
-    if advantage.traits.needs_log_probs:
-        yield Problem(key, f"estimator {advantage.estimator} needs these log-probs; remove it")
+    yield from (Problem(key, text) for text in log_prob_needs(c))
     if c.adapts_kl and (steps > 1 or c.rollout.mask_truncated):
         yield Problem(key, "algo.kl.target needs these log-probs of all samples; remove one of the two")
+
+
+def log_prob_needs(c: PPOConfig) -> Iterator[str]:
+    """Yields what needs the policy's log-probs before an update, with the remedy."""
+    advantage = c.algo.advantage
+    if c.uses_reference and not c.algo.kl.use_loss:
+        text = "KL in the reward needs these log-probs; add --algo.kl.use_loss --algo.kl.estimator k2 or "
+        yield f"{text}--algo.kl.init_coef 0, or remove it"
+    if c.uses_teacher:
+        yield "the teacher's reward (teacher.model_name_or_path) needs these log-probs; remove it"
+    if advantage.traits.needs_log_probs:
+        yield f"estimator {advantage.estimator} needs these log-probs; remove it"
 
 
 def _sampling(c: PPOConfig) -> Iterator[Problem]:

@@ -43,7 +43,7 @@ from openrlhf.checkpoint.start import check_output, check_places, find_grace
 from openrlhf.config.checks import folder_problem
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import ACTOR_FLAG
-from openrlhf.config.ppo_checks import SAME_ANSWER
+from openrlhf.config.ppo_checks import SAME_ANSWER, log_prob_needs
 from openrlhf.config.sections import is_due
 from openrlhf.data.bad_rows import check_embedded
 from openrlhf.data.prompt_sampler import PromptSampler
@@ -83,7 +83,7 @@ from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import begin_forward, with_outputs
 from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
-from openrlhf.training.schedule import build_schedule
+from openrlhf.training.schedule import build_schedule, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.
@@ -157,6 +157,8 @@ class Run:
         """The step of the last sync, and whether the policy has not changed since."""
         self._num_episodes = 0
         """Number of episodes of the last `batch`, by which the KL coefficient adapts."""
+        self._kl_mean: float | None = None
+        """Mean KL of the last `batch`; None if it has no log-probs, and the coefficient does not adapt."""
         self._owned: set[str] = set()
         """Folders with models that this run has exported."""
         self._continues = False
@@ -336,10 +338,17 @@ class Run:
         advantages: an estimator by its name or class, numbers (A,), or one number for all actions. None:
             `algo.advantage.estimator`.
         log_probs: compute the policy's log-probs, from which losses take their ratio. False saves this
-            forward pass: then only one optimizer step can be taken on the batch, whose ratio is 1.
+            forward pass: then only one optimizer step can be taken on the batch, whose ratio is 1, and
+            `algo.kl.target` adapts nothing. Raises UsageError if the advantages need them.
         """
         if isinstance(advantages, str | type):
             check_choice(ESTIMATORS, advantages, "estimator")
+            if ESTIMATORS[advantages].needs_critic and not self.config.uses_critic:
+                text = "needs a critic, which --algo.advantage.estimator loads; set it to this estimator"
+                raise UsageError(ErrorCode.CONFLICT, text, flag="estimator", value=advantages)
+        if not log_probs and isinstance(advantages, str | type | None):
+            for text in log_prob_needs(self.config):
+                raise UsageError(ErrorCode.CONFLICT, text, flag="log_probs", value=False)
         return self._lanes.on("models", self._batch, groups, advantages, log_probs)
 
     def log_probs(self, batch: Batch | Result[Batch]) -> Result[np.ndarray]:
@@ -550,8 +559,10 @@ class Run:
         step.metrics |= metrics
         announce(self._hooks, Hook.advantages, step)
         self._measured |= step.metrics
-        left = [i for i, t in enumerate(step.finished) if not t.truncated]
-        batch = step.batch.select(left) if config.rollout.mask_truncated else step.batch
+        self._kl_mean = step.metrics.get("kl/mean")
+        batch = step.batch
+        if config.rollout.mask_truncated:
+            batch = batch.select(trained_on(step, with_truncated=False))
         self._fresh.append(batch.log_probs)
         return batch
 
@@ -596,7 +607,8 @@ class Run:
             routed = model is self._roles.policy
             schedule = build_schedule(config, model, batch, range(len(batch)), len(batch), routed=routed)
             metrics |= model.update(batch, schedule, self.kl.coef, is_fresh).result().metrics
-        self.kl = self.kl.update(self._measured.get("kl/mean", 0.0), self._num_episodes)
+        if self._kl_mean is not None:
+            self.kl = self.kl.update(self._kl_mean, self._num_episodes)
         return metrics
 
     def _save(self, state: dict[str, Any]) -> str:

@@ -101,10 +101,13 @@ def as_advantages(values: Any, count: int) -> np.ndarray:
 
 def read_metrics(values: Any) -> Metrics:
     """Returns metrics as numbers: those of tensors with one element, and of results. Raises UsageError for
-    others."""
+    others, and for the name of a run's own number."""
     if not isinstance(values, Mapping):
         text = f"expects a dict of names and numbers; this is {_kind(values)}"
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag="metrics")
+    if "step" in values:
+        text = "the run counts its steps itself, and logs the number by this name; leave it out"
+        raise UsageError(ErrorCode.CONFLICT, text, flag="metric step")
     return {str(name): _number(name, wait_for_value(value)) for name, value in values.items()}
 
 

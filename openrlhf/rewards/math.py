@@ -79,11 +79,12 @@ def final_answer(label: str | float) -> str:
 def grade_response(response: str, label: str | float) -> bool:
     r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
     a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
-    else its end, in upper or lower case. If it has <answer>...</answer>, the last one alone is read. Of an
-    equation, the last side counts. Where the label is a number, a sum or product that is not worked out is
-    wrong. Its time is limited as that of `grade_answer`. Raises TypeError for a label that is neither text
-    nor a number."""
-    response = next(iter(_TAGGED.findall(response)[-1:]), response)
+    else its end, in upper or lower case. Thoughts before </think> are not read, and if it has
+    <answer>...</answer>, the last one alone. Of an equation, the last side counts. Where the label is a
+    number, a sum or product that is not worked out is wrong. Its time is limited as that of `grade_answer`.
+    Raises TypeError for a label that is neither text nor a number."""
+    said = response.rpartition("</think>")[2]
+    response = next(iter(_TAGGED.findall(said)[-1:]), said)
     truth, boxed = final_answer(label), extract_boxed_answer(response)
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth) and _is_worked_out(boxed, truth)

@@ -27,7 +27,7 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: "Metrics") -> None:
         values = {name: float(value) for name, value in metrics.items()}
-        self._write((to_json({"step": step} | values) + "\n").encode())
+        self._write((to_json({"step": step} | values | {"step": step}) + "\n").encode())
 
     def close(self) -> None:
         self._write(b"")

@@ -68,7 +68,7 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log({"step": step, **metrics})
+        self._run.log({**metrics, "step": step})
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         table = self._wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)

@@ -551,6 +551,31 @@ def test_the_kl_coefficient_adapts_by_episodes(start):
     assert run.kl.coef == pytest.approx(expected.coef, rel=1e-6)
 
 
+def test_a_batch_that_cannot_be_trained_on_is_refused(start):
+    run = start(**{"rollout.max_new_tokens": 1, "rollout.mask_truncated": True})
+    groups = run.reward(run.sample(QUESTIONS, n=2), by_length)
+    with pytest.raises(rl.RunError, match="all 6 samples are truncated, so none is left to train on"):
+        run.batch(groups).result(60)
+    with pytest.raises(rl.UsageError, match="estimator gae: needs a critic"):
+        run.batch(groups, advantages="gae")
+
+
+def test_a_batch_without_log_probs_has_no_kl(start):
+    """Its KL would count as 0: no penalty in the reward, and a coefficient that falls."""
+    kl = {"algo.kl.init_coef": 0.1, "algo.kl.target": 1e-9, "algo.kl.horizon": 1, "algo.kl.estimator": "k2"}
+    run = start(**kl)
+    groups = run.reward(run.sample(["Sam has"]), lambda queries, prompts, labels: range(len(queries)))
+    with pytest.raises(rl.UsageError, match="log_probs False: KL in the reward needs these log-probs"):
+        run.batch(groups, log_probs=False)
+    run.update(run.batch(groups, advantages=1.0, log_probs=False)).result(60)
+    assert run.kl.coef == 0.1
+    run.log({})
+    batch = run.batch(groups)
+    run.log({})  # metrics are taken, the KL of the batch is not
+    run.update(batch).result(60)
+    assert run.kl.coef == pytest.approx(0.12)  # the policy has moved, and k2 is a square
+
+
 def test_checkpoints_of_a_loop_are_those_of_the_flags(start, tmp_path):
     """With copies in the format of Hugging Face, written while the loop goes on, and all rollouts on disk."""
     flags = {"ckpt.path": tmp_path / "ckpt", "ckpt.save_hf": True, "ckpt.async_save": True}

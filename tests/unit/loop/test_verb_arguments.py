@@ -382,6 +382,7 @@ def test_an_update_without_a_known_ratio_is_refused(start):
         (None, "expects a dict of names and numbers; this is a NoneType"),
         ({"x": "high"}, "metric x: is no number, but a str"),
         ({"x": {"y": 1}}, "metric x: is no number, but a dict"),
+        ({"x": 1, "step": 1}, "metric step: the run counts its steps itself"),
         ({"x": torch.ones(3)}, r"metric x: is no number, but a Tensor of the shape \(3,\)"),
     ],
 )

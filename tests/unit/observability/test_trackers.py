@@ -80,6 +80,11 @@ def test_jsonl_goes_on_after_a_half_written_line(tmp_path, tail, steps):
     assert list(read_metrics(path)) == [9]
 
 
+def test_a_metric_takes_no_steps_number(tmp_path):
+    JsonlTracker(tmp_path / "m.jsonl").log(3, {"loss": 1.0, "step": 5.5})
+    assert read_metrics(tmp_path / "m.jsonl") == {3: {"loss": 1.0}}
+
+
 def test_rows_of_one_step_are_merged(tmp_path):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
     tracker.log(1, {"a": 1})

@@ -126,6 +126,9 @@ def test_reward_files_import_nothing_heavy():
         ("<think>1+1</think> <answer> The answer is 3/4. </answer><|im_end|>", "0.75", True),
         (r"<think>\boxed{3}</think><answer>4</answer>", "3", False),
         ("<answer>3</answer> no: <answer>4</answer>", "4", True),
+        (r"<think>Is it \boxed{3}?</think> The answer is 4.", "4", True),
+        (r"<think>Is it \boxed{3}?</think> The answer is 4.", "3", False),
+        ("<think>Or <answer>3</answer>?</think> It is 4.", "3", False),
         ("<answer>Yes</answer>", "yes", True),
         ("<think>4</think><answer>", "4", False),
         # numbers as they are in the file
