@@ -25,7 +25,6 @@ from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models import backbone, policy, scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import jobs
-from openrlhf.tools.command_line.jobs import LAUNCHED
 from openrlhf.tools.verify import compare, continuing, engine, ranks, trainer
 from openrlhf.tools.verify.compare import Gradient, Rounding, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
