@@ -364,6 +364,15 @@ def test_values_of_another_number_than_the_samples_fail_the_call(tmp_path):
     assert answers[4].reward == 4 and sizes == [4, 1]
 
 
+def test_a_function_prints_what_the_output_cannot_encode(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    path = tmp_path / "reward.py"
+    path.write_text("def reward_func(queries, prompts, labels):\n    print('\\u4f60')\n    return [1.0]\n")
+    function = RewardFunction(str(path), timeout=60)
+    assert asyncio.run(function("", "", None)) == reward(1.0)
+    function.close()
+
+
 def test_a_function_may_empty_its_lists(tmp_path):
     path = tmp_path / "reward.py"
     path.write_text("""
