@@ -173,7 +173,7 @@ def unproxied() -> dict[str, str]:
     """Returns NO_PROXY with the names of this machine, which clients then reach without the proxy of the
     environment: agents ask servers here."""
     known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
-    hosts = filter(None, [*known.split(","), "127.0.0.1", "localhost"])
+    hosts = [*known.split(","), "127.0.0.1", "localhost"] if known else ["127.0.0.1", "localhost"]
     return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys(hosts)))
 
 
