@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
+from openrlhf.errors import print_all_characters
 from openrlhf.faults import fault
 from openrlhf.rewards.calls import BatchFailed
 from openrlhf.rewards.values import NotFinite, WrongNumber, read_rewards
@@ -192,6 +193,7 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: socket.socket, memo
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    print_all_characters()
     name = split(reference)[1] or DEFAULT
     os.setpgid(0, 0)  # a group of its own: killed with its children, not by Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()

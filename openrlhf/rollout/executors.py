@@ -17,7 +17,7 @@ from openrlhf.agents.base import (
     unproxied,
 )
 from openrlhf.agents.chat_stream import TemplateProblem, probe
-from openrlhf.errors import ErrorCode, RunError
+from openrlhf.errors import ErrorCode, RunError, print_all_characters
 from openrlhf.plugins import entry_points
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
 from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_queue_executor, step_environment
@@ -204,6 +204,7 @@ class UserExecutor(AgentExecutorBase):
         """Imports the file or module into this process and creates its executor, whose clients reach this
         machine without a proxy. Raises ImportTimeout after `deadline` seconds, and RunError with the line
         number for any other error."""
+        print_all_characters()
         os.environ.update(unproxied())
         reference = resolved(reference)
         try:
