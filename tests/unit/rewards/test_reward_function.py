@@ -361,7 +361,8 @@ def test_values_of_another_number_than_the_samples_fail_the_call(ask_batches):
 
 def test_a_function_prints_what_the_output_cannot_encode(function_of, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    function = function_of("def reward_func(queries, prompts, labels):\n    print('\\u4f60')\n    return [1.0]\n")
+    source = "def reward_func(queries, prompts, labels):\n    print('\\u4f60')\n    return [1.0]\n"
+    function = function_of(source)
     assert asyncio.run(function("", "", None)) == reward(1.0)
 
 
