@@ -14,7 +14,7 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models import loading
 from openrlhf.models.attention import PACKED, CannotPack, resolve_attention
 from openrlhf.models.loading import load_causal_lm, load_generator
-from openrlhf.models.policy import PolicyModel
+from openrlhf.models.policy import PolicyModel, head_options
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.tools.reference.outputs import plain_log_probs, plain_logits
@@ -122,7 +122,7 @@ def test_judges_do_not_round_their_logits(folders, samples, name):
     model.get_output_embeddings().register_forward_pre_hook(lambda head, args: read.append(args[0]))
     with torch.no_grad():
         logits = judge(PackedRow.of(samples))
-    scale, softcap = judge.head_options
+    scale, softcap = head_options(model.config)
     exact = read[0].double() @ model.get_output_embeddings().weight.double().t() * scale
     exact = exact if softcap is None else softcap * torch.tanh(exact / softcap)
     assert logits.dtype == torch.float32
