@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import tee
 from pathlib import PurePath
-from typing import Any
+from typing import overload
 
 from transformers import PreTrainedTokenizerBase
 
@@ -128,7 +128,13 @@ class _Kept(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, i: Any) -> Any:
+    @overload
+    def __getitem__(self, i: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Prompt]: ...
+    def __getitem__(self, i: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(i, slice):
+            return [self[prompt] for prompt in range(len(self))[i]]
         if self._held is not None:
             return self._held[i]
         number = self._numbers[i]

@@ -55,31 +55,15 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "spiece*", "
 
 
 def load_causal_lm(
-    path: str,
-    *,
-    flag: str,
-    dtype: str,
-    attention: str,
-    max_len: int | None = None,
-    experts: str | None = None,
-    in_4bit: bool = False,
-    liger: bool = False,
-    images: bool = False,
-    model_kwargs: Mapping[str, Any] = {},
+    path: str, *, flag: str, images: bool = False, model_kwargs: Mapping[str, Any] = {}, **options: Any
 ) -> PreTrainedModel:
-    """Loads a causal language model in `dtype` (bf16, fp16 or fp32) for packed rows.
-
-    max_len: tokens of the longest sequence of the run, see `fix_frequencies`. in_4bit: quantize linear layers
-    except the head to NF4, for models of which only adapters are trained. liger: see `apply_liger`. images:
-    load a vision-language model, whose rows may have images. model_kwargs: see `apply_kwargs`.
-    """
+    """Loads a causal language model for packed rows. images: load a vision-language model, whose rows may
+    have images. model_kwargs: see `apply_kwargs`. `options`: see `load_for_rows`."""
     config = load_unquantized(path, flag)
-    options = apply_kwargs(config, model_kwargs, path, flag)
-    options |= {} if experts is None else {"experts_implementation": experts}
-    options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
+    options |= apply_kwargs(config, model_kwargs, path, flag)
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     check_class(auto_class, config, path, flag)
-    model, info = load_for_rows(auto_class, path, attention, max_len, liger, images, **options)
+    model, info = load_for_rows(auto_class, config, path, images=images, **options)
     check_loaded(info, path, flag)
     if others := sorted(info["unexpected_keys"]):
         text = f"its files have weights that a {type(model).__name__} lacks, such as {others[0]}"
@@ -173,25 +157,36 @@ def load_generator(
 
 def load_for_rows(
     auto_class: Any,
+    config: PreTrainedConfig,
     path: str,
+    *,
+    dtype: str | None,
     attention: str,
-    max_len: int | None,
-    liger: bool,
+    max_len: int | None = None,
+    experts: str | None = None,
+    in_4bit: bool = False,
+    liger: bool = False,
     images: bool = False,
     **options: Any,
 ) -> tuple[Any, dict]:
     """Loads a model for packed rows. Returns it and transformers' loading info. The model gets the attention
     for packed rows if its architecture supports it; models/self_check.py determines whether rows may be
     packed.
+
+    dtype: see `DTYPES`. max_len: tokens of the longest sequence of the run, see `fix_frequencies`. in_4bit:
+    quantize linear layers except the head to NF4, for models of which only adapters are trained. liger: see
+    `apply_liger`. images: rows may have images. `options`: more ones of `from_pretrained`.
     """
-    config = options["config"]
     name = resolve_attention(attention, config)
     takes_it = name != PACKED or _takes_attention(auto_class, config)
-    implementation = of_text(name, config) if takes_it else None
+    options |= {} if experts is None else {"experts_implementation": experts}
+    options |= nf4(dtype, config) if in_4bit else {}
     with loading("weights", path, errors=OF_FILES):
         model, info = auto_class.from_pretrained(
             model_folder(path, weights=True),
-            attn_implementation=implementation,
+            config=config,
+            dtype=DTYPES[dtype],
+            attn_implementation=of_text(name, config) if takes_it else None,
             trust_remote_code=False,
             output_loading_info=True,
             **options,

@@ -24,7 +24,6 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
 from openrlhf.models.loading import (
-    DTYPES,
     apply_kwargs,
     check_class,
     check_loaded,
@@ -32,7 +31,6 @@ from openrlhf.models.loading import (
     load_config,
     load_for_rows,
     load_unquantized,
-    nf4,
 )
 from openrlhf.types import PackedRow
 
@@ -81,29 +79,23 @@ def load_scorer(
     path: str,
     *,
     flag: str,
-    dtype: str | None,
-    attention: str,
-    max_len: int | None = None,
     head_prefix: str = CLASSIFIER_HEAD,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    experts: str | None = None,
-    in_4bit: bool = False,
-    liger: bool = False,
     images: bool = False,
     trained: bool = False,
     model_kwargs: Mapping[str, Any] = {},
+    **options: Any,
 ) -> ScoreModel:
     """Loads a reward model, or a language model with a new scalar head. With `trained`, raises UsageError if
     the model has no trained head.
 
     head_prefix: name of the head in saved files; a `value_head_prefix` in the model's config.json takes
     precedence. tokenizer: required if the model will be saved. Tokenizer and model get the same padding
-    token, which is not the end-of-sequence token. max_len: tokens of the longest sequence of the run, see
-    `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images.
-    model_kwargs: see `apply_kwargs`.
+    token, which is not the end-of-sequence token. images: rows may have images. model_kwargs: see
+    `apply_kwargs`. `options`: see `load_for_rows`.
     """
     config = load_unquantized(path, flag)
-    others = apply_kwargs(config, model_kwargs, path, flag)
+    options |= apply_kwargs(config, model_kwargs, path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
     config.num_labels = 1
     config.value_head_prefix = name
@@ -111,21 +103,10 @@ def load_scorer(
         register_classifier(config)
     if tokenizer is not None:
         tokenizer.pad_token_id = config.pad_token_id = padding_token_id(tokenizer)
-    check_class(AutoModelForSequenceClassification, config, path, flag)
-    model, loaded = load_for_rows(
-        AutoModelForSequenceClassification,
-        path,
-        attention,
-        max_len,
-        liger,
-        images,
-        config=config,
-        dtype=DTYPES[dtype],
-        key_mapping={rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None,
-        **({} if experts is None else {"experts_implementation": experts}),
-        **others,
-        **(nf4(dtype, config) if in_4bit else {}),
-    )
+    names = {rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None
+    classifier = AutoModelForSequenceClassification
+    check_class(classifier, config, path, flag)
+    model, loaded = load_for_rows(classifier, config, path, images=images, key_mapping=names, **options)
     check_loaded(loaded, path, flag, new=f"{CLASSIFIER_HEAD}.")
     if trained and any(key.startswith(f"{CLASSIFIER_HEAD}.") for key in loaded["missing_keys"]):
         raise _no_head(path, flag, name)

@@ -3,6 +3,7 @@
 import json
 import runpy
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from recorded_runs import write
@@ -104,7 +105,8 @@ def test_the_printed_command_is_found_after_make_too(
     (tmp_path / "openrlhf").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path if in_path else tmp_path / "empty"))
     monkeypatch.setattr(demo, "_fetch", lambda model, folder, seed, seconds: (tmp_path / "start", ""))
-    monkeypatch.setattr(demo, "_ppo", lambda folder, flags: None)
+    monkeypatch.setattr(demo, "parse", lambda command, argv: Mock())
+    monkeypatch.setattr(demo, "run_rl", lambda config, argv: None)
     monkeypatch.setattr(demo, "_show_result", lambda folder, steps: "4 - 1 =")
     demo.run(tmp_path, "smollm2", 0, 1)
     *_, before, last = capsys.readouterr().out.splitlines()
