@@ -2,8 +2,8 @@
 
 Code lines have no blanks, comments and docstrings. The code that a command can run is that of all modules
 which its module reaches by imports, at the top of a file or inside functions, and by texts such as
-"package.module:NAME". The public names of `openrlhf.api`, which are imported when they are used, count for
-none; nor do the hooks and programs that entry points attach to a run.
+"package.module" and "package.module:NAME". The public names of `openrlhf.api`, which are imported when they
+are used, count for none; nor do the hooks and programs that entry points attach to a run.
 """
 
 import ast
@@ -21,7 +21,7 @@ ENTRIES = {"openrlhf ppo": "openrlhf.cli.train_ppo_ray", "openrlhf sft": "openrl
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 }
-REFERENCE = re.compile(r"\"(openrlhf(?:\.\w+)+):\w+\"")
+REFERENCE = re.compile(r"\"(openrlhf(?:\.\w+)+)(?::\w+)?\"")
 
 
 def modules(root: Path) -> dict[str, str]:

@@ -26,9 +26,10 @@ def test_what_a_command_reaches(tmp_path: Path) -> None:
     files = {
         "__init__": "from openrlhf.api import *\n",
         "api": "import openrlhf.unused\n",
-        "cli": 'def main():\n    from openrlhf.loop import run\n\nHOOK = "openrlhf.hook:Hook"\n',
+        "cli": 'def main():\n    from openrlhf.loop import run\n\nHOOK = "openrlhf.hook:Hook", "openrlhf.engine"\n',
         "loop": "from openrlhf import text\n",
         "hook": "import os\n",
+        "engine": "",
         "text": "",
         "unused": "",
     }
@@ -36,7 +37,7 @@ def test_what_a_command_reaches(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / "openrlhf" / f"{name}.py").write_text(text)
     texts = SIZE["modules"](tmp_path)
-    named = {"openrlhf", *(f"openrlhf.{name}" for name in ("cli", "loop", "hook", "text"))}
+    named = {"openrlhf", *(f"openrlhf.{name}" for name in ("cli", "loop", "hook", "engine", "text"))}
     assert SIZE["reached"]("openrlhf.cli", texts) == named
 
 
