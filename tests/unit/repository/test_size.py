@@ -26,7 +26,7 @@ def test_what_a_command_reaches(tmp_path: Path) -> None:
     files = {
         "__init__": "from openrlhf.api import *\n",
         "api": "import openrlhf.unused\n",
-        "cli": 'def main():\n    from openrlhf.loop import run\nX = "openrlhf.hook:Hook", "openrlhf.engine"\n',
+        "cli": 'def main():\n    import openrlhf.loop\nX = "openrlhf.hook:Hook", "openrlhf.engine"\n',
         "loop": "from openrlhf import text\n",
         "hook": "import os\n",
         "engine": "",
