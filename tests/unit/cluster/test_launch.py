@@ -234,9 +234,9 @@ def test_what_is_wrong_with_flags_is_said_before_anything_is_imported(monkeypatc
 
 def test_where_things_run_is_checked_before_files(capsys):
     argv = ["--actor.model_name_or_path", "a/b", "--data.prompt_dataset", "c/d"]
-    argv += ["--reward.remote_url", "http://r:1", "--train.batch_size", "3"]
+    argv += ["--reward.remote_url", "http://r:1"]
     with pytest.raises(SystemExit):
-        parse(PPO, argv, inspect=never)
+        parse(PPO, [*argv, "--train.batch_size", "3"], inspect=never)
     (refusal,) = refusals.printed(capsys.readouterr().err)
     assert refusal.place == "--train.batch_size 3"
     with pytest.raises(SystemExit):
