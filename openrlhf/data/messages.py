@@ -22,7 +22,7 @@ SENDERS = {"human": "user", **dict.fromkeys(("gpt", "model", "bot", "chatbot", "
 SENDERS |= {"observation": "tool", "tool_response": "tool"}
 SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by the names of ShareGPT and of ms-swift; calls are the content of `CALLERS`."""
-KNOWN = {*SENDERS.values(), "developer", "ipython", "observation"}
+ROLES = {*SENDERS.values(), "developer", "ipython", "observation"}
 """Roles of templates. A message with another one is written as it is, and never an answer."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of the thoughts before an answer. A template gets them under the names that it has."""

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import (
-    KNOWN,
     MARK,
     MASKS,
+    ROLES,
     WEIGHTS,
     Message,
     as_function,
@@ -104,7 +104,7 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
             form = '{"role": …, "content": …} or {"from": "human" or "gpt", "value": …}'
             raise BadRow(f"message {i} is not of the form {form}.")
         value[i - 1] = message = as_openai(message)
-        if message["role"] not in KNOWN:
+        if message["role"] not in ROLES:
             why = (
                 "is neither the assistant's nor one that templates know: it is written as it is, not learned"
             )

@@ -19,11 +19,12 @@ from openrlhf.api import counted, find_secrets, redact, run_environment
 from openrlhf.tools.command_line.installation import facts
 from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.command_line.terminal import build_console, say
+from openrlhf.tools.doctor.memory import memory_findings
 from openrlhf.tools.doctor.mismatch import mismatch_findings
 from openrlhf.tools.doctor.policy import policy_findings, warning_findings
 from openrlhf.tools.doctor.record import Finding, RunRecord
 from openrlhf.tools.doctor.rewards import reward_findings
-from openrlhf.tools.doctor.speed import memory_findings, speed_findings
+from openrlhf.tools.doctor.speed import speed_findings
 from openrlhf.tools.doctor.stalls import stall_findings
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (

@@ -1,13 +1,12 @@
 """Finds the causes of slow steps: a phase that takes longer than usual or becomes slower, and ranks with more
-work than others. Finds peaks of memory near the capacity of the device, and peaks that grow."""
+work than others."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
-from openrlhf.api import FITS, read_table
-from openrlhf.tools.doctor.messages import RELIEF
+from openrlhf.api import read_table
 from openrlhf.tools.doctor.record import FEWEST, Finding, RunRecord, Series
 
 SLOW = 2.0
@@ -121,45 +120,3 @@ def _uneven_ranks(run: RunRecord) -> Iterator[Finding]:
         evidence=(f"step {step}: {ratio:.2g} times the mean number of tokens of a rank",),
         remedy="set --train.dynamic_batch_enable, which distributes the work evenly over ranks",
     )
-
-
-GROWTH = 1.3
-"""Minimum ratio of a peak at the end of a run to that at its beginning that counts as growth."""
-
-
-def memory_findings(run: RunRecord) -> Iterator[Finding]:
-    capacity = _capacity(run)
-    for name in run.names("memory/"):
-        series, phase = run.series(name), name.removeprefix("memory/").removesuffix("_gb")
-        if not len(series):
-            continue
-        peak = float(series.values.max())
-        remedy = RELIEF.get(phase, "see `openrlhf plan` with the run's config.yaml")
-        if capacity and peak > FITS * capacity:
-            at = series.steps[int(series.values.argmax())]
-            yield Finding(
-                cause="memory",
-                title=f"memory is nearly full in {phase}",
-                score=0.8,
-                evidence=(f"{name} reaches {peak:.3g} of {capacity:.3g} GiB at step {at}",),
-                remedy=remedy,
-            )
-        elif series.trend > 5 and series.end > GROWTH * series.start and series.end - series.start > 0.5:
-            length = run.series("rollout/total_length_mean")
-            longer = len(length) > 0 and length.end > 1.3 * length.start
-            yield Finding(
-                cause="memory",
-                title=f"memory of {phase} grows{' with the length of the samples' if longer else ''}",
-                score=0.4 if longer else 0.65,
-                evidence=(series.describe(), *([length.describe()] if longer else ())),
-                remedy=remedy
-                if longer
-                else "look for data that accumulate in the reward function or agent; " + remedy,
-            )
-
-
-def _capacity(run: RunRecord) -> float | None:
-    """Returns the memory of this machine's devices in GiB; None if the run was on another machine."""
-    from openrlhf.api import own_bytes  # imports torch, which takes seconds, and most runs need no capacity
-
-    return own_bytes() / 2**30 if run.owner is not None and run.owner.is_here else None

@@ -49,7 +49,6 @@ from openrlhf.api import SupervisedRun as Run
 from openrlhf.api import SupervisedTask as Task
 from openrlhf.tools.reference.objectives import Reference
 from openrlhf.tools.reference.outputs import plain_log_probs, plain_score
-from openrlhf.tools.verify.compare import PlainOutput
 from openrlhf.tools.verify.layouts import (
     LAYOUTS,
     Chosen,
@@ -58,6 +57,7 @@ from openrlhf.tools.verify.layouts import (
     step_with_gradients,
     steps,
 )
+from openrlhf.tools.verify.plain import PlainOutput
 
 AT_REST = {
     "train.on_nonfinite": "stop",

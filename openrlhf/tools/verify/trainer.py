@@ -13,15 +13,14 @@ from openrlhf.tools.verify.compare import (
     REPORT,
     Difference,
     Gradient,
-    PlainGradient,
     Rounding,
     Scale,
     compared,
     largest_difference,
     on_cpu,
-    plain_gradient,
 )
 from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE
+from openrlhf.tools.verify.plain import PlainGradient, plain_gradient
 from openrlhf.tools.verify.ranks import rank_checks
 from openrlhf.tools.verify.report import Clock, Finding, not_checked
 from openrlhf.tools.verify.subjects import Running, Subject

@@ -32,8 +32,6 @@ from openrlhf.tools.view.flags import NAMES
 
 MOST_LISTED = 20
 """Maximum number of names that an error lists."""
-
-
 Row = Mapping[str, Any]
 
 UNSURE = 0.5
