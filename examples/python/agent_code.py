@@ -21,7 +21,8 @@ SANDBOX = Sandbox(seconds=5)
 
 class AgentExecutor(OpenAIAgentExecutor):
     async def run_agent(self, prompt, label, session):
-        tests = json.loads(label)
+        if not (tests := json.loads(label)):
+            raise ValueError("a problem has no tests, so any program would be right")
         shown, hidden = tests[: len(tests) // 2], tests[len(tests) // 2 :]
         messages = [{"role": "user", "content": prompt}]
         for tries in range(1, MAX_TRIES + 1):

@@ -14,10 +14,10 @@ from openrlhf.types import Outcome, Trajectory
 EXAMPLES = Path(__file__).parents[3] / "examples" / "python"
 
 
-def episode(file: str, *answers: str, **options: Any) -> Trajectory:
+def episode(file: str, *answers: str, outcome: Outcome = Outcome.OK, **options: Any) -> Trajectory:
     executor = load_agent(str(EXAMPLES / file), ["max_turns"])(AgentSetting())
     t, _ = run_episode(executor, *(answer + END for answer in answers), max_len=2000, **options)
-    assert t.outcome is Outcome.OK, t.error
+    assert t.outcome is outcome, t.error
     return t
 
 
@@ -44,6 +44,8 @@ def test_code_with_feedback() -> None:
     assert (t.reward, t.extra_logs) == (1, {"tries": 2, "shown_right": 1})
     t = episode("agent_code.py", "import os; os._exit(0)", label=tests)
     assert (t.reward, t.extra_logs) == (0, {"tries": 3, "shown_right": 0})
+    t = episode("agent_code.py", "print(2)", label="[]", outcome=Outcome.ENV_ERROR)
+    assert t.reward is None and "has no tests" in t.error
 
 
 @pytest.mark.processes
