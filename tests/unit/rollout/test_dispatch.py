@@ -397,8 +397,9 @@ def test_of_lost_requests_and_answers_every_prompt_comes_back_once(dispatcher_of
         while len(got) < 4 * step + 4:
             try:
                 got.append(dispatcher.next_group("train", 0.02).prompt.prompt_id)
-            except TimeoutError:
-                dispatcher.replace(lost.get(timeout=10), LossyEngine())
+            except TimeoutError:  # an engine was lost, or this machine is slow
+                if not lost.empty():
+                    dispatcher.replace(lost.get(), LossyEngine())
     assert sorted(got) == list(range(2000))
     assert LossyEngine.num_runs <= 1.2 * 2000
 
