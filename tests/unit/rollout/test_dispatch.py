@@ -384,10 +384,13 @@ class LossyEngine(FakeEngine):
 def test_of_lost_requests_and_answers_every_prompt_comes_back_once(dispatcher_of: Build):
     """Ray reports both by the same error, so the prompt runs again, perhaps for the second time."""
     lost: SimpleQueue[int] = SimpleQueue()
+    told: list[FakeEngine] = []
 
     def is_replaced(number: int, engine: FakeEngine, error: BaseException) -> bool:
-        dispatcher.lose(number)
-        lost.put(number)
+        if engine not in told:  # an engine dies once, however many of its requests fail
+            told.append(engine)
+            dispatcher.lose(number)
+            lost.put(number)
         return True
 
     dispatcher = dispatcher_of([LossyEngine(), LossyEngine()], is_replaced=is_replaced)
