@@ -121,11 +121,9 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
     assert called[0]["scale"] == size**-0.5
 
 
-def by_the_rules(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size, enable_gqa):
-    """Stand-in for the kernel: a token sees the `left` ones before it in its sequence, and itself. Queries
-    are the last tokens of the keys."""
-    if q.shape[1] != k.shape[1] and not enable_gqa:
-        raise ValueError("Expect query and key/value to have the same number of heads")
+def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
+    """Stand-in for the kernel with its parameters of this release: a token sees the `left` ones before it in
+    its sequence, and itself. Queries are the last tokens of the keys."""
     obey_rules(q, k, v, cu_q)
     bounds, outputs = [list(pairwise(cumulative.tolist())) for cumulative in (cu_q, cu_k)], []
     assert [max_q, max_k] == [max(end - start for start, end in of) for of in bounds]
@@ -142,13 +140,21 @@ def by_the_rules(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window
     return torch.cat(outputs, dim=1).transpose(0, 1), None
 
 
+def by_the_rules(q, k, *more, enable_gqa=False, **options):
+    """Stand-in with a parameter that torch 2.13 requires for grouped heads."""
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return of_torch_2_11(q, k, *more, **options)
+
+
 @pytest.mark.parametrize(
     ("size", "value_size", "kv_heads"), [(8, 8, 4), (8, 8, 1), (5, 5, 2), (24, 16, 2), (16, 24, 2)]
 )
 @pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, {"sliding_window": 3}, {"sliding_window": 1}])
-def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads, options) -> None:
+@pytest.mark.parametrize("release", [of_torch_2_11, by_the_rules])
+def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads, options, release) -> None:
     """One call of the kernel equals one call of attention for each sequence, with gradients."""
-    monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
+    monkeypatch.setattr(varlen, "varlen_attn", release)
     found = []
     for kernel in (False, True):
         monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_, kernel=kernel: kernel)
