@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from reproducible.methods import METHODS, OPTIMIZER_STEPS, Method
@@ -70,9 +71,8 @@ def _rows() -> Iterator[Row]:
         yield Row(model="tiny", task_name="words", method_name=method, steps=8, quick=quick)
     for method in ("grpo", "rloo", "ppo", "dpo", "best_of_n", "trl_grpo"):
         yield Row(model="tiny", task_name="sums", method_name=method, steps=12)
-    for method in ("grpo", "rloo", "ppo"):
-        yield Row(model="tiny", task_name="countdown", method_name=method, steps=12)
-        yield Row(model="tiny", task_name="guess", method_name=method, steps=12)
+    for task, method in product(("countdown", "guess"), ("grpo", "rloo", "ppo")):
+        yield Row(model="tiny", task_name=task, method_name=method, steps=12)
     for method in ("grpo", "dpo", "best_of_n", "trl_grpo"):
         yield Row(model="smollm2", task_name="chain_sum", method_name=method, **PRETRAINED)
     yield Row(model="smollm2", task_name="gsm_symbolic", method_name="grpo", seeds=(0,), **PRETRAINED)
