@@ -228,8 +228,9 @@ def _run(module: ModuleType) -> ModuleType:
 
 
 def call_problem(function: Any, name: str, *takes: str) -> str:
-    """Returns the reason why `function` cannot be called with positional arguments of the names `takes`; ""
-    if it can, or if it has no signature, as some compiled functions."""
+    """Returns the reason why `function` cannot be called with positional arguments of the names `takes`, or
+    has one of the names at another place; "" if it can, or if it has no signature, as some compiled
+    functions."""
     if not callable(function):
         return f"{name} is a {type(function).__name__}, and no function"
     try:
@@ -240,6 +241,10 @@ def call_problem(function: Any, name: str, *takes: str) -> str:
         signature.bind(*takes)
     except TypeError as error:
         return f"{name}{signature} cannot be called as {name}({', '.join(takes)}): {error}"
+    for own, given in zip(signature.parameters, takes, strict=False):
+        if own in takes and own != given:
+            called = f"is called as {name}({', '.join(takes)})"
+            return f"{name}{signature} {called}: its {own} would be the {given}; put them into this order"
     return ""
 
 

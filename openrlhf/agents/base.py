@@ -384,11 +384,14 @@ async def within(seconds: float | None, work: Awaitable[Any], name: str) -> Any:
 
 async def called(function: Callable[[], Any]) -> Any:
     """Calls a user's function, which may be `async`, and returns its result. Other functions run in a
-    thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function()
-    answer = await in_thread(function)
-    return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine
+    thread. An exit, which would end the process, is raised as RuntimeError."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function()
+        answer = await in_thread(function)
+        return await answer if inspect.isawaitable(answer) else answer  # a decorator may hide a coroutine
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from error
 
 
 async def in_thread(function: Callable, *arguments: Any) -> Any:
@@ -399,6 +402,8 @@ async def in_thread(function: Callable, *arguments: Any) -> Any:
     def run(context: contextvars.Context) -> None:
         try:
             future.set_result(context.run(function, *arguments))
+        except StopIteration as error:  # no awaited future takes it: the caller would wait for ever
+            future.set_exception(RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__))
         except BaseException as error:
             future.set_exception(error)
 

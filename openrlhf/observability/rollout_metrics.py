@@ -15,8 +15,8 @@ class RolloutMetrics(Hook):
     """Adds the metrics of a step's samples to those of the step, while the models read the samples."""
 
     def scoring(self, step: Step) -> None:
-        step.metrics |= rollout_metrics(step.samples, step.version)
-        step.metrics |= source_metrics(step.samples, step.version)
+        own = rollout_metrics(step.samples, step.version) | source_metrics(step.samples, step.version)
+        step.metrics |= own | step.metrics  # extra_logs may have the names of metrics that are there
 
 
 OF_SOURCES = (

@@ -15,8 +15,18 @@ _ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _GROUPS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))")
 """Thin spaces of 10\\,000, which math-verify multiplies."""
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,2})/(\d{1,3})(?!\w|/|\.\d)")
+"""A mixed number such as 2 1/2, of which math-verify makes a product."""
 _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
     (_GROUPS, ""),
+    (
+        re.compile(
+            r"(?<![\w.])(\d[\d,]{0,20}(?:\.\d+)?)((?:\s|\\[,;:! ])*(?:\\(?:text|mathrm|mbox)\{)?\s*)"
+            rf"({'|'.join(_SCALES)})\b"
+        ),
+        lambda n: format(Decimal(n[1].replace(",", "")).scaleb(_SCALES[n[3]]), "f") + n[2],
+    ),
     (re.compile(r"(?<=\d)\u00b0(?!\w)"), ""),
     (re.compile(r"(?<![\w)}])\u2013(?=[\d.])"), "-"),
     (
@@ -24,18 +34,26 @@ _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
         lambda number: format(Decimal(number.group()), "f"),
     ),
 )
-"""Texts that math-verify does not read, and what stands for them: degrees, a dash as a minus, 1e-05."""
+"""Texts that math-verify does not read, and what stands for them: 18 million, degrees, a dash as a minus,
+1e-05."""
 _WORDS = re.compile(r"[^\W\d_]{3,}")
 """A word, whose letters math-verify would multiply, in any order."""
 _DATE = re.compile(r"\d+(-\d+)+")
 """A date or a score, whose numbers math-verify would subtract."""
+_NAME = re.compile(r"[^\W\d_]{3,}[\w .'-]*|\d+(:\d+)+|\d+(\.\d+){2,}")
+"""A name with a number (Apollo 11), a ratio or time, a version: at the end of a text math-verify reads the
+last number alone."""
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_EAST_ASIAN = "\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0f\uff1a-\uff20"
+_EDGE = re.compile(rf"(?<=[{_EAST_ASIAN}])(?=[-\\$(.0-9A-Za-z])|(?<=[0-9A-Za-z}})$%])(?=[{_EAST_ASIAN}])")
+"""An end of East Asian script, which has no spaces, and beside which math-verify finds no number."""
 _SPACED = re.compile(r"(?<=\d)\s(?=\d{3}(?!\d))")
-_NUMBER = re.compile(r"[-+]?[\d.,]+")
+_NUMBER = re.compile(r"[-+]?[\d.,]+(?:[eE][-+]?\d+)?")
 _POWER = re.compile(r"(?:\^|\*\*)\W*?(\d+)[^\w!^*]*(?:(?:\^|\*\*)\W*?(\d+)|(!))?|(\d{5,})[^\w!]*!")
 _TOWER = re.compile(r"\d+(\W*\^\W*\d+){3}")
 """An exponent, with an exponent or a factorial of its own, or a factorial; the second, powers of powers."""
-_SUM = re.compile(r"\d\s*(?:[-+*\u00d7\u00b7]|\\times|\\cdot)\s*\d")
-"""A sum, difference or product of numbers, which a policy could copy from the question."""
+_SUM = re.compile(r"\d\s*(?:[-+*\u00d7\u00b7]|\\times|\\cdot)\s*(?!10\s*(?:\^|\*\*))\d")
+"""A sum, difference or product of numbers, which a policy could copy from the question; 3 * 10^8 is none."""
 
 
 def extract_boxed_answer(text: str) -> str | None:
@@ -49,10 +67,11 @@ def extract_boxed_answer(text: str) -> str | None:
 
 
 def grade_answer(prediction: str | None, truth: str | float) -> bool:
-    """Returns True if two answers are equal: the same text apart from whitespace, or, according to
+    r"""Returns True if two answers are equal: the same text apart from whitespace, or, according to
     math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. Digits may be in groups
-    of three, and a full stop may follow. Words, dates and scores such as 3-1 are compared as text, in upper
-    or lower case. A missing prediction is wrong.
+    of three, a full stop may follow, and \text{...} around all is dropped. 2 1/2 and 18 million are numbers.
+    Words, dates and scores such as 3-1 are compared as text, in upper or lower case. A missing prediction is
+    wrong.
 
     math-verify enforces its time limit by a signal, which reaches the main thread alone. Reward functions of
     a command run there; in another thread, as for agents and `Run.reward`, there is no limit, and an answer
@@ -60,12 +79,23 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     """
     if prediction is None:
         return False
-    prediction, truth = (_SPACED.sub("", _text(answer).strip().rstrip(".")) for answer in (prediction, truth))
+    prediction, truth = (_plain(_text(answer)) for answer in (prediction, truth))
     given, right = ("".join(answer.split()) for answer in (prediction, truth))
     is_word = _WORDS.fullmatch(given) and _WORDS.fullmatch(right) and not (given + right).isupper()
     if given == right or is_word or _DATE.fullmatch(right):
         return given.casefold() == right.casefold()
     return _equal(f"\\boxed{{{truth}}}", f"\\boxed{{{prediction}}}")
+
+
+def _plain(answer: str) -> str:
+    """Returns an answer without a full stop, spaces between digits, and a command around all of it."""
+    answer = _SPACED.sub("", _MIXED.sub(_improper, answer.strip().rstrip(".")))
+    return wrapped[1].strip() if (wrapped := _WRAPPED.fullmatch(answer)) else answer
+
+
+def _improper(number: re.Match) -> str:
+    whole, part, parts = map(int, number.groups())
+    return f"{whole * parts + part}/{parts}" if part < parts else number[0]
 
 
 def final_answer(label: str | float) -> str:
@@ -79,7 +109,8 @@ def final_answer(label: str | float) -> str:
 def grade_response(response: str, label: str | float) -> bool:
     r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
     a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
-    else its end, in upper or lower case. Thoughts before </think> are not read, and if it has
+    else, or if the label is a name, a ratio or a version (Apollo 11, 3:4, 1.2.3), its end, in upper or lower
+    case. Thoughts before </think> are not read, and if it has
     <answer>...</answer>, the last one alone. Of an equation, the last side counts. Where the label is a
     number, a sum or product that is not worked out is wrong. Its time is limited as that of `grade_answer`.
     Raises TypeError for a label that is neither text nor a number."""
@@ -88,9 +119,10 @@ def grade_response(response: str, label: str | float) -> bool:
     truth, boxed = final_answer(label), extract_boxed_answer(response)
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth) and _is_worked_out(boxed, truth)
-    response = _ENDS.sub("", response)
-    if not re.search(r"\d", truth) or _DATE.fullmatch(truth):
-        return bool(re.search(rf"(?<!\w)(?<!\d-){re.escape(truth)}\W*$", response, re.IGNORECASE))
+    response, truth = (_EDGE.sub(" ", text) for text in (_ENDS.sub("", response), truth))
+    ends = re.search(rf"(?<!\w)(?<!\d[-:.]){re.escape(truth)}\W*$", response, re.IGNORECASE)
+    if not re.search(r"\d", truth) or _DATE.fullmatch(truth) or (ends and _NAME.fullmatch(truth)):
+        return bool(ends)
     return _equal(f"\\boxed{{{truth}}}", response, truth)
 
 
@@ -100,7 +132,7 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
     import math_verify  # imports sympy, which takes a second
 
     limit: Any = LIMIT if threading.current_thread() is threading.main_thread() else None
-    for pattern, plain in _TIDIED:
+    for pattern, plain in (*_TIDIED, (_MIXED, _improper)):
         gold, answer = pattern.sub(plain, gold), pattern.sub(plain, answer)
 
     def parse(text: str) -> list[Any]:

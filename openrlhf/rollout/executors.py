@@ -231,6 +231,9 @@ class UserExecutor(AgentExecutorBase):
             return await self.executor.execute(**{name: given[name] for name in self._accepted})
         except (RewardError, StepTimeout):
             raise
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the run cancels the episode
             trace = "".join(traceback.format_exception(error, limit=-3)).rstrip()
             raise EnvironmentFailed(f"{located(error, self.reference)}\n{trace}") from error

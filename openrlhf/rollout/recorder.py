@@ -72,8 +72,11 @@ class RecordingEngine:
     ) -> Completions:
         """Sends one request. `sampling_params`, of this package or of vLLM, are copied; the copy gets the
         seed of this turn, log-probs, and the run's stop tokens if it has none. Raises UsageError if a
-        parameter outside `CHANGEABLE` differs from the run's, and EnvironmentFailed if the answer has image
-        placeholders."""
+        parameter outside `CHANGEABLE` differs from the run's or the prompt is empty, and EnvironmentFailed if
+        the answer has image placeholders."""
+        if not len(prompt_token_ids):
+            text = "llm_engine.generate got no prompt tokens, and nothing predicts the first token of a text"
+            raise UsageError(ErrorCode.USER_CODE, f"{text}.\nWas an observation or a prompt empty?")
         params = self._merged_params(SamplingParams.of(sampling_params))
         turn = len(self._answers)
         params.seed = seed = seed_at(*self._address, *((turn,) if turn else ()))

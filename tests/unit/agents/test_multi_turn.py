@@ -265,12 +265,38 @@ def agent(tmp_path: Path, step: str, more: str = "") -> Path:
         ("return {'done': False, 'rewards': 1, 'observation': 3}", "step returned observation 3, not a str"),
         ("return {'done': True, 'rewards': 1, 'extra_logs': 3}", "step returned extra_logs 3, not a dict"),
         ("return states['nothing']", "line 5: KeyError: 'nothing'"),
+        ("return {'done': False, 'rewards': 1, 'observation': ''}", "got no prompt tokens"),
+        # these would end the process of the engine, or the group
+        ("raise SystemExit(3)", "line 5: RuntimeError: SystemExit: 3"),
+        ("raise asyncio.CancelledError", "line 5: CancelledError"),
     ],
 )
 def test_steps_that_cannot_be_used(tmp_path: Path, step: str, text: str) -> None:
     (t,), _ = play(agent(tmp_path, step), " 3")
     assert t.outcome is Outcome.ENV_ERROR and text in t.error, t.error
     assert len(t.turn_starts) == 1  # the journal has what was sampled
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        ("return next(iter([]))", "line 5: RuntimeError: StopIteration"),
+        ("raise SystemExit(3)", "line 5: RuntimeError: SystemExit: 3"),
+    ],
+)
+def test_a_step_in_a_thread_ends_neither_the_process_nor_waits_for_ever(tmp_path, step, text):
+    path = agent(tmp_path, step)
+    path.write_text(path.read_text().replace("async def step", "def step"))
+    (t,), _ = play(path, " 3", step_timeout=30)
+    assert t.outcome is Outcome.ENV_ERROR and text in t.error, t.error
+
+
+def test_an_executor_that_exits_fails_its_episode_alone(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    execute = "async def execute(self, prompt, llm_engine):\n        raise SystemExit(3)"
+    path.write_text(f"{IMPORTS}class AgentExecutor(AgentExecutorBase):\n    {execute}\n")
+    (t,), _ = play(path, " 3")
+    assert t.outcome is Outcome.ENV_ERROR and "line 4: SystemExit: 3" in t.error, t.error
 
 
 @pytest.mark.parametrize(

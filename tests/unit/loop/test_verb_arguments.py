@@ -145,6 +145,7 @@ def test_an_error_of_a_reward_is_raised_as_it_is(run, groups):
     [
         (lambda completions, **columns: [1.0], r"<lambda>\(completions, \*\*columns\) cannot be called"),
         (lambda queries, prompts: [1.0], r"called as <lambda>\(queries, prompts, labels\)"),
+        (lambda prompts, queries, labels: [1.0], "its prompts would be the queries"),
         (Judge, r"Judge\(\).* cannot be called"),
         ([1.0] * 6, "reward is a list, and no function"),
         ("reward.py", "reward is a str, and no function"),

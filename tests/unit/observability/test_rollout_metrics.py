@@ -9,7 +9,8 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.observability.rollout_metrics import BLOCK, rollout_metrics, source_metrics
+from openrlhf.observability.hooks.base import Step
+from openrlhf.observability.rollout_metrics import BLOCK, RolloutMetrics, rollout_metrics, source_metrics
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.word_problem import make_problems, worked_problem
 from openrlhf.tools.doctor.symptoms import RULES
@@ -52,6 +53,14 @@ def test_each_of_several_sources_has_metrics_of_its_own():
         "rollout/code_failed_ratio": 1,
     }
     assert source_metrics(samples[:2], version=3) == {}
+
+
+def test_extra_logs_replace_no_metric_of_the_collection():
+    samples = [trajectory(1.0, extra_logs={"num_prompts": 9.0, "own": 2.0})]
+    step = Step(number=1, version=3, samples=samples, metrics={"rollout/num_prompts": 4.0})
+    RolloutMetrics().scoring(step)
+    assert step.metrics["rollout/num_prompts"] == 4
+    assert step.metrics["rollout/own"] == 2
 
 
 def test_by_hand():

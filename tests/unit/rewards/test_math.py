@@ -54,6 +54,14 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("0.333333", "1/3"),
         ("6.674e-11", "6.67e-11"),
         (r"50\%", "50"),
+        ("Evelyn", r"\text{Evelyn}"),
+        (r"\text{Yes}", "yes"),
+        (r"\text{是}", "是"),
+        # math-verify reads 2 1/2 as a product, and drops the word behind 18
+        ("2 1/2", "2.5"),
+        ("5/2", "2 1/2"),
+        ("18 million", "18,000,000"),
+        (r"1.5\text{ thousand dollars}", "1500"),
     ],
 )
 def test_equal_answers(prediction, truth):
@@ -82,6 +90,11 @@ def test_equal_answers(prediction, truth):
         ("6.0e-11", "6.67e-11"),
         (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
         ("20°C", "20"),
+        (r"\text{east}", "seat"),
+        ("2 1/2", "1"),
+        ("2 1/2", "21/2"),
+        ("18 million", "18"),
+        (r"18 \text{ million dollars}", "18"),
     ],
 )
 def test_wrong_answers_are_rejected(prediction, truth):
@@ -141,6 +154,28 @@ def test_reward_files_import_nothing_heavy():
         ("The score was 4-2.", "3-1", False),
         ("It was 4-3-1", "3-1", False),
         (r"\boxed{silent}", "listen", False),
+        # a number in scientific notation is worked out, a product of one is not
+        (r"\boxed{3 \times 10^8}", "300000000", True),
+        (r"\boxed{2 \times 3 \times 10^8}", "6e8", False),
+        # names with a number, ratios, times and versions
+        ("It was Apollo 11.", "Apollo 11", True),
+        ("It was Apollo 13.", "Apollo 11", False),
+        ("The ratio is 3:4.", "3:4", True),
+        ("The ratio is 1:3:4.", "3:4", False),
+        ("The address is 192.168.1.1", "192.168.1.1", True),
+        ("The address is 192.168.1.2", "192.168.1.1", False),
+        ("The answer is 18 million.", "18", False),
+        ("The answer is 18 million.", "18000000", True),
+        ("The answer is 2 1/2.", "2.5", True),
+        ("The answer is 2 1/2.", "1", False),
+        # no spaces around numbers and letters
+        ("答案是5。", "5", True),
+        ("答案是15。", "5", False),
+        ("共有-5个", "-5", True),
+        ("故选A。", "A", True),
+        ("故选B。", "A", False),
+        ("정답은 5입니다.", "5", True),
+        ("不是", "是", False),
         (r"\boxed{5}", 6, False),
     ],
 )

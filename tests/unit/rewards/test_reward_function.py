@@ -181,6 +181,9 @@ def test_each_call_of_a_file_that_cannot_be_used_is_told_why(function_of, source
         ("import os\nos._exit(3)", "the process that imported the file died with exit code 3"),
         ("def reward_func(queries, prompts): pass", "reward_func(queries, prompts) cannot be called"),
         ("def reward_func(q, p, l, *, limit): pass", "argument: 'limit'"),
+        # TRL's order, and another: each argument would silently be another one
+        ("def reward_func(prompts, completions, l): pass", "its prompts would be the queries"),
+        ("def reward_func(queries, labels, prompts): pass", "its labels would be the prompts"),
     ],
 )
 def test_files_that_cannot_be_reward_files(tmp_path, monkeypatch, source, text):

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from openrlhf.backends.rollout import EngineDied
 from openrlhf.completions import SamplingParams
 from openrlhf.data.pictures import decoded, encoded
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.recorder import CHANGEABLE, RecordingEngine
 from openrlhf.rollout.seeds import seed_at
@@ -52,6 +52,14 @@ def test_a_turn_is_what_was_asked_and_answered() -> None:
         -1.5,
     ]
     assert len(answer.logprobs) == 3
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    """Nothing would predict the first action."""
+    engine = recording(Engine([5, 6]))
+    with pytest.raises(UsageError, match="no prompt tokens"):
+        asyncio.run(engine.generate([], asked_with()))
+    assert engine.turns == []
 
 
 def test_the_sampled_token_among_the_likely_ones() -> None:
