@@ -248,10 +248,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 return {"reward": None}
             states = {"observation_text": history.text, "action_text": history.act(answer.token_ids)}
             step = await take_step(states | {"label": label, "sampling_params": params})
-            done = _get(step, "done", "step")
+            done, cut = _flag(_get(step, "done", "step"), "done"), _flag(step.get("truncated"), "truncated")
             # a copy, because environments may fill the same dictionary in each turn
             steps.append(step | {"rewards": _get(step, "rewards", "step", float)})
-            cut = step.get("truncated")
             if done or cut:
                 return _result(
                     steps, truncated=answer.finish_reason == "length" if cut is None else bool(cut)
@@ -353,6 +352,13 @@ def _get(result: Any, key: str, method: str, kind: type | None = None) -> Any:
         value = None
     if kind and not isinstance(value, kind):
         raise TypeError(f"{method} returned {key} {result[key]!r}, not a {kind.__name__}")
+    return value
+
+
+def _flag(value: Any, key: str) -> Any:
+    """Returns the value of a step that is true or false. Raises TypeError for text: "False" would be true."""
+    if isinstance(value, str):
+        raise TypeError(f"step returned {key} {value!r}, not a bool")
     return value
 
 

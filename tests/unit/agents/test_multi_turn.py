@@ -256,6 +256,8 @@ def agent(tmp_path: Path, step: str, more: str = "") -> Path:
             "return {'done': False, 'rewards': 1, 'environment_images': ['a.png']}",
             "environment_images: the policy reads no images;",
         ),
+        ("return {'done': 'False', 'rewards': 1}", "step returned done 'False', not a bool"),
+        ("return {'done': 0, 'truncated': 'no', 'rewards': 1}", "step returned truncated 'no', not a bool"),
         ("return {'done': True, 'rewards': None}", "step returned rewards None, not a float"),
         ("return {'done': True, 'rewards': 'good'}", "step returned rewards 'good', not a float"),
         (
