@@ -2,12 +2,16 @@
 
 import math
 import re
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from decimal import Decimal
-from typing import Any
+from typing import Any, NoReturn
 
-LIMIT = 5
-"""Seconds after which math-verify gives up on an answer, which is then wrong."""
+LIMIT = 5.0
+"""Seconds of CPU time after which the comparison of two answers ends, and the answer is wrong. Time of the
+clock would make right answers wrong on a busy machine."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORD = re.compile(r"[^\s$]+")
 _ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
@@ -73,9 +77,9 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     Words, dates and scores such as 3-1 are compared as text, in upper or lower case. A missing prediction is
     wrong.
 
-    math-verify enforces its time limit by a signal, which reaches the main thread alone. Reward functions of
-    a command run there; in another thread, as for agents and `Run.reward`, there is no limit, and an answer
-    with a number that cannot be written out, such as 9^{9^9}, is wrong unless it is the text of the label.
+    An answer with a number that cannot be written out, such as 9^{9^9}, is wrong unless it is the text of the
+    label. A comparison may take `LIMIT` seconds of CPU time where reward functions of a command run, in the
+    main thread; in another thread, as for agents and `Run.reward`, it has no limit.
     """
     if prediction is None:
         return False
@@ -131,19 +135,42 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
     finds the left side of an equation, as in "the answer is 2 + 5 - 3 = 7", the right one is compared."""
     import math_verify  # imports sympy, which takes a second
 
-    limit: Any = LIMIT if threading.current_thread() is threading.main_thread() else None
+    in_main = threading.current_thread() is threading.main_thread()
+    limit: Any = 3600 if in_main else None  # of math-verify's own clock
     for pattern, plain in (*_TIDIED, (_MIXED, _improper)):
         gold, answer = pattern.sub(plain, gold), pattern.sub(plain, answer)
 
     def parse(text: str) -> list[Any]:
         return math_verify.parse(text, parsing_timeout=limit)
 
-    if limit is None and any(map(_is_endless, (gold, answer))):
+    if any(map(_is_endless, (gold, answer))):
         return False
-    while (found := parse(answer)) and (rest := _behind(answer, str(found[-1]))).startswith("="):
-        answer = rest[1:]
-    is_equal = bool(found) and math_verify.verify(known := parse(gold), found, timeout_seconds=limit)
-    return is_equal and _are_close(known[0], found[0]) and _is_worked_out(str(found[-1]), truth)
+    with suppress(_OutOfTime), _limited() if in_main else nullcontext():
+        while (found := parse(answer)) and (rest := _behind(answer, str(found[-1]))).startswith("="):
+            answer = rest[1:]
+        is_equal = bool(found) and math_verify.verify(known := parse(gold), found, timeout_seconds=limit)
+        return is_equal and _are_close(known[0], found[0]) and _is_worked_out(str(found[-1]), truth)
+    return False
+
+
+class _OutOfTime(BaseException):
+    """Raised after `LIMIT`. No Exception, which math-verify would take for an error of its own."""
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raises `_OutOfTime` in the block after `LIMIT`. For the main thread."""
+
+    def end(*_: Any) -> NoReturn:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGPROF, end)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, LIMIT)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _are_close(known: Any, found: Any) -> bool:

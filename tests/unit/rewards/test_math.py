@@ -1,9 +1,13 @@
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import math_verify
 import pytest
 
+from openrlhf.rewards import math
 from openrlhf.utils import extract_boxed_answer, grade_answer, grade_response
 
 
@@ -204,6 +208,28 @@ def test_answers_are_graded_in_every_thread():
 )
 def test_numbers_that_cannot_be_written_out_hold_up_no_thread(endless):
     """math-verify would compute them for ever, in a call that nothing interrupts."""
+    assert not grade_answer(endless, "5")
     with ThreadPoolExecutor(1) as thread:
         assert not thread.submit(grade_answer, endless, "5").result(60)
         assert thread.submit(grade_answer, endless, f" {endless}.").result(60)
+
+
+def test_a_busy_machine_makes_no_right_answer_wrong(monkeypatch) -> None:
+    """The limit of a comparison is one of CPU time, and leaves neither a timer nor a handler behind."""
+    assert grade_answer("2/4", "1/2")  # math-verify's first call takes long
+    parse, handler = math_verify.parse, signal.getsignal(signal.SIGPROF)
+    monkeypatch.setattr(math, "LIMIT", 1.0)
+    monkeypatch.setattr(math_verify, "parse", lambda *a, **k: (time.sleep(0.6), parse(*a, **k))[1])
+    assert grade_answer("3/6", "1/2")
+
+    def never_ends(*_, **__):
+        try:
+            while True:
+                pass
+        except Exception:  # as around every step of math-verify
+            return True
+
+    monkeypatch.setattr(math_verify, "verify", never_ends)
+    assert not grade_answer("4/8", "1/2")
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    assert signal.getsignal(signal.SIGPROF) == handler
