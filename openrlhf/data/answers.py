@@ -20,6 +20,7 @@ from openrlhf.data.templates import (
     Tools,
     as_messages,
     check_ends,
+    check_media,
     ending,
     joined,
     read_tools,
@@ -73,6 +74,7 @@ class AnswerColumns:
         talks, first = self._conversations(row)
         for talk in talks:
             check_ends(talk, tokenizer)
+            check_media(talk, has_images=self.images is not None)
         if self.images is not None:
             talks = [self.images.place(row, talk) for talk in talks]
         tools = read_tools(row, self.tools_key)
