@@ -299,6 +299,14 @@ def test_a_part_that_the_template_leaves_out_is_refused(part: dict, said: str) -
     )
 
 
+@pytest.mark.parametrize("template", [TAKES_PARTS, CHATML], ids=["parts", "text"])
+def test_the_result_of_a_tool_in_parts_is_text(template: str) -> None:
+    """GLM-4.5's template reads the parts of a question, and writes those of a result as Python does."""
+    talk = [{"role": "user", "content": "q"}, {"role": "tool", "content": PARTS}]
+    shown = render_messages(as_messages(talk), with_template(template), add_generation_prompt=False)
+    assert shown == "<|user|>q<|end|><|tool|>one two<|end|>"
+
+
 def test_an_answer_of_parts_must_be_written_whole():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}]
