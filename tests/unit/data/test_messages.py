@@ -307,6 +307,22 @@ def test_the_result_of_a_tool_in_parts_is_text(template: str) -> None:
     assert shown == "<|user|>q<|end|><|tool|>one two<|end|>"
 
 
+@pytest.mark.parametrize(
+    ("writes", "is_kept"), [("c.function.arguments | tojson", False), ("c.function.arguments", True)]
+)
+def test_arguments_that_are_no_json_are_learned_as_they_are_or_refused(writes: str, is_kept: bool) -> None:
+    """A template that writes objects as JSON would write their text as JSON too, between quotes."""
+    tokenizer = with_template(TEMPLATE.replace("c.function.arguments | tojson", writes))
+    call = {"name": "f", "arguments": '{"a": 1'}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    if is_kept:
+        (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), tokenizer, **SFT_OPTIONS)
+        assert decode(tokenizer, sample.token_ids.tolist()).endswith('CALL f {"a": 1<|end|>')
+        return
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1):
+        build_sft_samples(Rows.of([{"messages": talk}]), tokenizer, **SFT_OPTIONS)
+
+
 def test_an_answer_of_parts_must_be_written_whole():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}]
