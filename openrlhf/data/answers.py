@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, read_value
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import is_blank, is_learned, join_text, read_calls, read_text
+from openrlhf.data.messages import decoded, is_blank, is_learned, join_text, read_calls, read_text
 from openrlhf.data.shown import check_shown
 from openrlhf.data.templates import (
     Message,
@@ -20,6 +20,7 @@ from openrlhf.data.templates import (
     Tools,
     as_messages,
     check_ends,
+    check_media,
     ending,
     joined,
     read_tools,
@@ -73,6 +74,7 @@ class AnswerColumns:
         talks, first = self._conversations(row)
         for talk in talks:
             check_ends(talk, tokenizer)
+            check_media(talk, has_images=self.images is not None)
         if self.images is not None:
             talks = [self.images.place(row, talk) for talk in talks]
         tools = read_tools(row, self.tools_key)
@@ -165,7 +167,8 @@ def mark_answer(
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         words = [(join_text([part]) or "").strip() for part in parts]
         names = [str(call.get("name")) for call in calls]
-        is_shown = all(word in text[len(prompt) : len(ended)] for word in words + names)
+        broken = [given for call in calls if isinstance(given := decoded(call.get("arguments")), str)]
+        is_shown = all(word in text[len(prompt) : len(ended)] for word in words + names + broken)
         if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
         if len(prompt) < len(ended) and not is_blank(messages[turn]):

@@ -18,7 +18,7 @@ from openrlhf.data.messages import join_text, read_text
 from openrlhf.data.prompts import encode_prompts
 from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages, read_tools
+from openrlhf.data.templates import PromptTemplate, as_messages, check_media, read_tools
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
@@ -83,6 +83,8 @@ def build_questions(
         value = read_value(row, input_key, str, list)
         asked = read_text(value) if apply_chat_template else value
         tools = read_tools(row, tools_key) if apply_chat_template else None
+        if apply_chat_template:
+            check_media(as_messages(value), has_images=False)
         return value, template(asked if suffix is None else with_suffix(asked, suffix), tools)
 
     skipped: Counter[str] = Counter()

@@ -196,6 +196,8 @@ def _fitted(message: Message, form: Reads) -> Message:
         if others := [part for part in content if join_text([part]) is None]:
             raise ValueError(f"it reads text alone, and a content has the part {str(others[0])[:60]}")
         content = join_text(content)
+    elif isinstance(content, list) and message["role"] == "tool":  # GLM-4.5's writes parts as Python does
+        content = content if (text := join_text(content)) is None else text
     elif isinstance(content, dict) and not form.mappings:
         raise ValueError(f"it reads text, and the result of a tool is an object, {str(content)[:60]}")
     if isinstance(content, str) and not form.texts:

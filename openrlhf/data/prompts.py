@@ -17,7 +17,7 @@ from openrlhf.data.files import PACKED, Row, has_rows
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.prompt_sampler import PromptDataset
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages, read_tools
+from openrlhf.data.templates import PromptTemplate, as_messages, check_media, read_tools
 from openrlhf.errors import ErrorCode
 from openrlhf.text import first_token_ids, with_first
 from openrlhf.types import Image, Prompt
@@ -59,6 +59,8 @@ def build_prompts(
     def read(row: Row) -> Prompt:
         value = read_value(row, input_key, str, list)
         tools = read_tools(row, tools_key) if apply_chat_template else None
+        if apply_chat_template:
+            check_media(as_messages(value), has_images=images is not None)
         if images is not None:
             value = images.place(row, as_messages(value))
         name = str(row.get("datasource") or source)

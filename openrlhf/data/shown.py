@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
-from openrlhf.data.messages import Message, join_text, read_calls, reads, render, thought_of
+from openrlhf.data.messages import THOUGHTS, Message, join_text, read_calls, reads, render, thought_of
 from openrlhf.errors import ErrorCode
 
 REMEDY = "Use a template that writes it (--data.tokenizer_chat_template), or take it out of the row."
@@ -20,9 +20,9 @@ def check_shown(
     tools: Sequence[Mapping[str, Any]] | None,
     learned: Collection[int] = (),
 ) -> None:
-    """Raises BadRow for a text or a call that the chat template leaves out, and for the thoughts of an answer
-    to learn, or if a system message lists the tools that the template lists too. `learned`: numbers of the
-    messages to learn, from 0; templates may leave out the thoughts of others."""
+    """Raises BadRow for a text, another part or a call that the chat template leaves out, and for the
+    thoughts of an answer to learn, or if a system message lists the tools that the template lists too.
+    `learned`: numbers of the messages to learn, from 0; templates may leave out the thoughts of others."""
     template = str(tokenizer.chat_template)
     for i, what in _left_out(tokenizer, template, tuple(map(_form, messages)), bool(tools)):
         if what != "thoughts" or i in learned:
@@ -44,8 +44,8 @@ class _Form(NamedTuple):
     """The form of a message without its texts: messages of one form are rendered alike."""
 
     role: str
-    parts: tuple[str, ...] | None
-    """Types of the parts; None if the content is text."""
+    parts: tuple[tuple[str, ...], ...] | None
+    """Type and keys of each part; None if the content is text."""
     has_text: bool
     thinks: bool
     calls: int
@@ -53,7 +53,9 @@ class _Form(NamedTuple):
 
 def _form(message: Message) -> _Form:
     content, has_thought = message.get("content"), bool((thought_of(message) or "").strip())
-    parts = tuple(str(part.get("type")) for part in content) if isinstance(content, list) else None
+    parts = None
+    if isinstance(content, list):
+        parts = tuple((str(part.get("type")), *sorted(part.keys() - {"type"})) for part in content)
     has_text = isinstance(content, str) and bool(content.strip())
     return _Form(message["role"], parts, has_text, has_thought, len(read_calls(message)))
 
@@ -77,9 +79,10 @@ def _left_out(
 
 
 def _marks(i: int, form: _Form) -> Iterator[tuple[str, str]]:
-    for j, part in enumerate(form.parts or ["text"] * form.has_text):
-        if part == "text":
-            yield f"MARK{i}PART{j}.", "content"
+    for j, (kind, *_) in enumerate(form.parts or [("text",)] * form.has_text):
+        if kind != "image":  # which has no text; its placeholders are counted
+            of_part = "thoughts" if kind in THOUGHTS else f"{kind} part"
+            yield f"MARK{i}PART{j}.", "content" if kind == "text" else of_part
     if form.thinks:
         yield f"MARK{i}THOUGHT.", "thoughts"
     for j in range(form.calls):
@@ -87,9 +90,12 @@ def _marks(i: int, form: _Form) -> Iterator[tuple[str, str]]:
 
 
 def _marked(i: int, form: _Form) -> Message:
-    text = lambda j: {"text": f"MARK{i}PART{j}."}
-    parts = [{"type": part} | (text(j) if part == "text" else {}) for j, part in enumerate(form.parts or ())]
-    content = text(0)["text"] if form.has_text else "" if form.parts is None else parts
+    text = lambda j: f"MARK{i}PART{j}."
+    parts = [
+        {"type": kind} | dict.fromkeys(["text"] if kind == "text" else keys, text(j))
+        for j, (kind, *keys) in enumerate(form.parts or ())
+    ]
+    content = text(0) if form.has_text else "" if form.parts is None else parts
     message: Message = {"role": form.role, "content": content}
     if form.thinks:
         message["reasoning_content"] = f"MARK{i}THOUGHT."

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -266,11 +267,18 @@ def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File
     files = [place]
     if place.is_dir() and not is_saved_dataset(path.name for path in place.glob("*")):
         try:
-            names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+            names = sorted(
+                str(path.relative_to(place))
+                for path in place.rglob("*")
+                if path.is_file() or (path.is_symlink() and not path.exists())
+            )
         except OSError as error:
             text = f"the folder cannot be read: {error}.\nName a folder that contains only the data set."
             raise UsageError(ErrorCode.UNREADABLE, text, flag=flag, value=place) from error
         files = [place / name for name in _select_split(names, place=place, split=split, flag=flag)]
+    if lost := next((file for file in files if not file.exists()), None):
+        text = f"a link to {os.readlink(lost)}, which does not exist. Remove the link, or mend it."
+        raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=lost)
     return [File(path, str(path), flag) for path in files]
 
 
@@ -281,11 +289,23 @@ def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: 
         text = f"the folder has no {', '.join(READERS)} file, compressed (.gz) or not."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
     splits = {name: _split_in_name(name, split) for name in files}
-    if not any(splits.values()):
-        return files
-    if split not in splits.values():
+    if any(splits.values()) and split not in splits.values():
         raise _no_split(place, split, {name for name in splits.values() if name}, flag)
-    return [name for name in files if splits[name] == split]
+    if any(splits.values()):
+        files = [name for name in files if splits[name] == split]
+    _note_missing(files, f"{flag} {place}")
+    return files
+
+
+def _note_missing(names: Sequence[str], place: str) -> None:
+    """Prints a note if names such as train-00000-of-00002.parquet count files that are not there."""
+    found = Counter(match.group(1, 2) for name in names if (match := _NUMBERED.match(name)))
+    for (stem, count), number in found.items():
+        if number < int(count):
+            notify_once(f"note: {place}: {number} of the {int(count)} files of {stem} are there and read")
+
+
+_NUMBERED = re.compile(r"(.*)-\d{5}-of-(\d{5})")
 
 
 def _is_left_out(name: str) -> bool:

@@ -145,6 +145,21 @@ def _check_content(message: Message, number: int) -> None:
         raise BadRow(f"a part of message {number} ({role}) is {kind(others[0])}, not of the form {form}.")
 
 
+def check_media(messages: Sequence[Message], *, has_images: bool) -> None:
+    """Raises BadRow for a part with a picture, a video or sound that nothing reads: templates would write its
+    placeholder alone. `has_images`: whether the parts {"type": "image"} get the row's images."""
+    for i, message in enumerate(messages, start=1):
+        content = message.get("content")
+        kinds = [str(part.get("type")) for part in content] if isinstance(content, list) else []
+        if wrong := [kind for kind in kinds if _MEDIA.match(kind) and not (has_images and kind == "image")]:
+            place = f"message {i} ({message['role']})"
+            remedy = 'Images are parts {"type": "image"} and need --data.max_images_per_prompt 1.'
+            raise BadRow(f"{place} has a part of the type {wrong[0]}, which is not read here.\n{remedy}")
+
+
+_MEDIA = re.compile(r"(input_)?(image|video|audio)")
+
+
 def read_tools(row: Row, key: str | None) -> Tools | None:
     """Returns the tools in a column, a list or its text; None without any. Raises BadRow for others."""
     tools = None if key is None else from_column(row.get(key))

@@ -86,8 +86,17 @@ def check_class(auto_class: Any, config: PreTrainedConfig, path: str, flag: str)
 
 
 def check_loaded(info: Mapping[str, Any], path: str, flag: str, *, new: str | None = None) -> None:
-    """Raises UsageError for weights that the files lack, which transformers fills with random numbers.
-    `info`: what it says of the loading. `new`: beginning of the names of weights that shall be random."""
+    """Raises UsageError for weights that the files lack, or have in another shape, which transformers fills
+    with random numbers. `info`: what it says of the loading. `new`: beginning of the names of weights that
+    shall be random."""
+    if others := sorted(info["mismatched_keys"]):
+        name, found, expected = others[0]
+        text = (
+            f"{counted(len(others), 'weight')} of its files do not fit its config.json, such as {name}: "
+            f"{tuple(found)},\nnot {tuple(expected)}. Take config.json, weights and tokenizer from one "
+            "model; a reward model has one label."
+        )
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
     if missing := sorted(key for key in info["missing_keys"] if new is None or not key.startswith(new)):
         text = (
             f"its files lack {counted(len(missing), 'weight')} of the model, such as {missing[0]}, which\n"
@@ -147,6 +156,7 @@ def load_generator(
             output_loading_info=True,
             dtype=DTYPES[dtype],
             attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
+            ignore_mismatched_sizes=True,  # `check_loaded` refuses them
             **(nf4(dtype, config) if in_4bit else {}),
         )
     check_loaded(info, path, flag)
@@ -181,6 +191,7 @@ def load_for_rows(
     takes_it = name != PACKED or _takes_attention(auto_class, config)
     options |= {} if experts is None else {"experts_implementation": experts}
     options |= nf4(dtype, config) if in_4bit else {}
+    may_differ = options.pop("ignore_mismatched_sizes", False)
     with loading("weights", path, errors=OF_FILES):
         model, info = auto_class.from_pretrained(
             model_folder(path, weights=True),
@@ -189,8 +200,11 @@ def load_for_rows(
             attn_implementation=of_text(name, config) if takes_it else None,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_loaded` refuses them
             **options,
         )
+    if may_differ:
+        info["mismatched_keys"] = []
     layout = get_row_layout(model)
     layout.flag, layout.packed = attention, takes_it
     layout.images = image_reader(path) if images else None

@@ -130,7 +130,7 @@ def _class_of(config: LoraCombinerConfig, of_base: PreTrainedConfig, may_read: b
 def _merge(config: LoraCombinerConfig, trained_on: str, auto_class: Any) -> PreTrainedModel:
     dtype = DTYPES[config.ds.param_dtype]
     more: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
-    more |= {"dtype": dtype, "output_loading_info": True}
+    more |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with loading("weights", config.model_path, "--model_path", OF_FILES):
         base, info = auto_class.from_pretrained(config.model_path, trust_remote_code=False, **more)
     new = f"{CLASSIFIER_HEAD}." if config.is_rm else None  # the adapter has it

@@ -252,10 +252,75 @@ def test_parts_are_joined_where_the_template_takes_text(template, shown):
 
 
 def test_a_part_that_is_no_text_is_refused_where_the_template_takes_text():
-    talk = [{"role": "user", "content": [*PARTS, {"type": "image"}]}, {"role": "assistant", "content": "x"}]
+    other = {"type": "input_text", "text": "three"}
+    talk = [{"role": "user", "content": [*PARTS, other]}, {"role": "assistant", "content": "x"}]
     build_sft_samples(Rows.of([{"messages": talk}]), with_template(TAKES_PARTS), **SFT_OPTIONS)
     with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1):
         build_sft_samples(Rows.of([{"messages": talk}]), with_template(CHATML), **SFT_OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_image", "video", "input_audio"])
+@pytest.mark.parametrize("template", [TAKES_PARTS, CHATML], ids=["parts", "text"])
+def test_pictures_and_sound_are_refused_where_nothing_reads_them(template: str, kind: str) -> None:
+    """Templates write a placeholder for them, or nothing."""
+    asked = [{"role": "user", "content": [{"type": kind}, *PARTS]}]
+    rows = Rows.of([{"messages": [*asked, {"role": "assistant", "content": "x"}], "asked": asked}])
+    tokenizer, of_prompts = with_template(template), CHAT | {"input_key": "asked"}
+    for build in (
+        lambda: build_sft_samples(rows, tokenizer, **SFT_OPTIONS),
+        lambda: build_prompts(rows, tokenizer, **of_prompts, label_key=None),
+        lambda: build_questions(rows, [0], tokenizer, **of_prompts, suffix=None),
+    ):
+        with refused(ErrorCode.INVALID_ROW, value="rows", row=1) as told:
+            build()
+        assert f"message 1 (user) has a part of the type {kind}, which is not read here" in told.value.text
+
+
+READS_TEXT_PARTS = TAKES_PARTS.replace("else part['text']", "else part['text'] if part['type'] == 'text'")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "thinking", "thinking": "Hm.", "signature": "s"}, "the thoughts of message 2 (assistant)"),
+        ({"type": "output_text", "text": "Hm."}, "the output_text part of message 2 (assistant)"),
+    ],
+    ids=["thinking", "output_text"],
+)
+def test_a_part_that_the_template_leaves_out_is_refused(part: dict, said: str) -> None:
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [part, *PARTS]}]
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1) as told:
+        build_sft_samples(Rows.of([{"messages": talk}]), with_template(READS_TEXT_PARTS), **SFT_OPTIONS)
+    assert f"leaves out {said}" in told.value.text
+    writes = with_template(TAKES_PARTS.replace("else part['text']", "else part['text'] or part['thinking']"))
+    (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), writes, **SFT_OPTIONS)
+    assert decode(writes, sample.token_ids.tolist()) == (
+        "<|user|>q<|end|><|assistant|>Hm.\none \ntwo\n<|end|>"
+    )
+
+
+@pytest.mark.parametrize("template", [TAKES_PARTS, CHATML], ids=["parts", "text"])
+def test_the_result_of_a_tool_in_parts_is_text(template: str) -> None:
+    """GLM-4.5's template reads the parts of a question, and writes those of a result as Python does."""
+    talk = [{"role": "user", "content": "q"}, {"role": "tool", "content": PARTS}]
+    shown = render_messages(as_messages(talk), with_template(template), add_generation_prompt=False)
+    assert shown == "<|user|>q<|end|><|tool|>one two<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("writes", "is_kept"), [("c.function.arguments | tojson", False), ("c.function.arguments", True)]
+)
+def test_arguments_that_are_no_json_are_learned_as_they_are_or_refused(writes: str, is_kept: bool) -> None:
+    """A template that writes objects as JSON would write their text as JSON too, between quotes."""
+    tokenizer = with_template(TEMPLATE.replace("c.function.arguments | tojson", writes))
+    call = {"name": "f", "arguments": '{"a": 1'}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    if is_kept:
+        (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), tokenizer, **SFT_OPTIONS)
+        assert decode(tokenizer, sample.token_ids.tolist()).endswith('CALL f {"a": 1<|end|>')
+        return
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1):
+        build_sft_samples(Rows.of([{"messages": talk}]), tokenizer, **SFT_OPTIONS)
 
 
 def test_an_answer_of_parts_must_be_written_whole():

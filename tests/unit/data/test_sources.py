@@ -369,6 +369,33 @@ def test_splits_of_folders(tmp_path):
         load(tmp_path / "bare")
 
 
+def test_a_link_to_nothing_is_no_file_less(tmp_path):
+    """As a cache leaves them from which files were removed."""
+    write_lines(tmp_path / "train-0.jsonl", ROWS)
+    for name in ("train-1.jsonl.gz", "test.jsonl", ".rows.jsonl", "rows.txt"):
+        (tmp_path / name).symlink_to("../blobs/1a2b")
+    for read in (load, lambda place: rows_digest(str(place), flag=FLAG), check_links):
+        with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "train-1.jsonl.gz", told=("1a2b",)):
+            read(tmp_path)
+    (tmp_path / "train-1.jsonl.gz").unlink()
+    assert list(load(tmp_path)) == ROWS  # the links of another split and of other files are not read
+    (tmp_path / "train-1.jsonl").symlink_to("train-0.jsonl")
+    assert list(load(tmp_path)) == ROWS * 2
+
+
+def check_links(place):
+    check_columns(str(place), flag=FLAG, required_columns={})
+
+
+def test_files_that_others_count_and_that_are_not_there_are_noted(tmp_path, capsys):
+    for name in ("train-00000-of-00003", "train-00002-of-00003", "test-00000-of-00001"):
+        write_lines(tmp_path / f"{name}.jsonl", ROWS)
+    assert len(load(tmp_path, split="test")) == 3
+    assert "are there and read" not in capsys.readouterr().err
+    assert len(load(tmp_path)) == 6
+    assert f"note: {FLAG} {tmp_path}: 2 of the 3 files of train are there and read" in capsys.readouterr().err
+
+
 def test_concatenation_and_caps(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"input": f"a{i}"} for i in range(4)])
     write_lines(tmp_path / "b.jsonl", [{"input": f"b{i}"} for i in range(4)])

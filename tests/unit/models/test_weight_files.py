@@ -130,6 +130,24 @@ def test_weights_that_the_files_lack_would_be_random(tmp_path: Path) -> None:
     load_scorer(untied, **options)  # with a fresh head
 
 
+def test_weights_of_another_shape_than_the_configuration_has_are_refused(tmp_path: Path) -> None:
+    options = {"flag": FLAG, "dtype": "fp32", "attention": "auto"}
+    judge = changed(tmp_path / "judge", "config.json")
+    file = Path(judge, "model.safetensors")
+    (size, hidden), name = (tensors := load_file(file))["model.embed_tokens.weight"].shape, "embed_tokens"
+    save_file(tensors | {"score.weight": torch.zeros(2, hidden)}, file, {"format": "pt"})
+    grown = changed(tmp_path / "grown", "config.json", vocab_size=size + 8)
+    for load, model, said in (
+        (load_causal_lm, grown, f"model.{name}.weight: ({size}, {hidden}),\nnot ({size + 8}, {hidden})"),
+        (partial(load_generator, max_len=8), grown, f"model.{name}.weight: ({size}, {hidden})"),
+        (load_scorer, judge, f"score.weight: (2, {hidden}),\nnot (1, {hidden})"),
+    ):
+        with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model) as told:
+            load(model, **options)
+        assert said in told.value.text
+    load_causal_lm(grown, model_kwargs={"ignore_mismatched_sizes": True}, **options)  # as asked for
+
+
 def test_weights_that_the_model_lacks_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = changed(tmp_path, "config.json")
     options = {"flag": FLAG, "dtype": "fp32", "attention": "auto"}
