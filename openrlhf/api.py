@@ -143,7 +143,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.models.loading import (
         DTYPES, GENERATION, OF_FILES, check_loaded, check_model, check_room, check_stops, load_config,
         load_generator, load_tokenizer, loading as loading_model, find_max_length, model_folder,
-        policy_tokenizer, saved_reader, stop_token_ids, log_stops, missing_embeddings,
+        policy_tokenizer, saved_reader, stop_token_ids, log_stops, missing_embeddings, untie_config,
     )
     from openrlhf.models.lora import ADAPTER, Merge as AdapterMerge, is_classifier, load_statistics
     from openrlhf.models.policy import PolicyModel, TokenScores, get_head, head_options, transformed_logits

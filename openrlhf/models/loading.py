@@ -214,10 +214,22 @@ def load_for_rows(
     keep_nf4(model)
     fix_frequencies(model, max_len)
     forget_unused_conversions(model)
+    untie_config(model, path)
     if liger:
         apply_liger(model)
         layout.liger = True
     return model, info
+
+
+def untie_config(model: PreTrainedModel, path: str) -> None:
+    """Corrects the configuration of a model whose files have a head of its own, as merges of adapters write
+    them, while it ties head and embedding: of an export, vLLM would take the embedding as the head."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    has_own = isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight
+    if has_own and getattr(config, "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = config.tie_word_embeddings = False
+        text = "config.json ties head and embedding, and the files have two; an export says so"
+        notify_once(f"note: {path}: {text}")
 
 
 def _emulates_bf16() -> bool:

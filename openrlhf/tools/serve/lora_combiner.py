@@ -39,6 +39,7 @@ from openrlhf.api import (
     register_classifier,
     save_model,
     saved_reader,
+    untie_config,
     waiting,
 )
 from openrlhf.api import loading_model as loading
@@ -135,6 +136,7 @@ def _merge(config: LoraCombinerConfig, trained_on: str, auto_class: Any) -> PreT
         base, info = auto_class.from_pretrained(config.model_path, trust_remote_code=False, **more)
     new = f"{CLASSIFIER_HEAD}." if config.is_rm else None  # the adapter has it
     check_loaded(info, config.model_path, "--model_path", new=new)
+    untie_config(base, config.model_path)
     if config.is_rm:
         base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
     try:

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from refusals import printed, refused
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from openrlhf.config.commands import DPO, LORA_COMBINER, RM, SFT
@@ -559,6 +559,20 @@ def test_a_merged_model_keeps_the_type_of_its_base(base: Path, tmp_path: Path, d
     combine(words.split())
     assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == dtype
     assert hf.AutoConfig.from_pretrained(tmp_path / "merged").dtype == dtype
+
+
+def test_a_merge_says_that_its_base_has_a_head_of_its_own(base: Path, tmp_path: Path) -> None:
+    """The base's configuration ties them, as peft's own merges write it."""
+    model = hf.AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "base")
+    load_tokenizer(str(base), flag="--x").save_pretrained(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    head = model.get_input_embeddings().weight.detach() + 1
+    save_file(load_file(file) | {"lm_head.weight": head}, file, {"format": "pt"})
+    save_adapter(own := adapted(base), weights_of(own), tmp_path / "adapter")
+    merged = combined(tmp_path / "base", tmp_path / "adapter")
+    assert hf.AutoConfig.from_pretrained(merged).tie_word_embeddings is False
+    assert torch.equal(load_file(merged / "model.safetensors")["lm_head.weight"], head)
 
 
 def test_the_old_spelling_of_the_combiners_precision() -> None:

@@ -148,6 +148,22 @@ def test_weights_of_another_shape_than_the_configuration_has_are_refused(tmp_pat
     load_causal_lm(grown, model_kwargs={"ignore_mismatched_sizes": True}, **options)  # as asked for
 
 
+def test_a_head_of_its_own_is_in_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """vLLM would compute an export, whose configuration ties them, with the embedding as its head."""
+    options = {"flag": FLAG, "dtype": "fp32", "attention": "auto"}
+    tied = changed(tmp_path / "tied", "config.json")
+    assert load_causal_lm(tied, **options).config.tie_word_embeddings
+    merged = changed(tmp_path / "merged", "config.json")
+    file = Path(merged, "model.safetensors")
+    embedding = (tensors := load_file(file))["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding + 1}, file, {"format": "pt"})
+    model = load_causal_lm(merged, **options)
+    assert torch.equal(model.get_output_embeddings().weight, embedding + 1)
+    assert f"note: {merged}: config.json ties head and embedding" in " ".join(capsys.readouterr().err.split())
+    model.save_pretrained(tmp_path / "export")
+    assert json.loads((tmp_path / "export/config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_weights_that_the_model_lacks_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = changed(tmp_path, "config.json")
     options = {"flag": FLAG, "dtype": "fp32", "attention": "auto"}
