@@ -220,8 +220,8 @@ class RewardConfig(FrozenRoleConfig):
     overlong_penalty_factor: PositiveOrZero = 1.0
     """Largest penalty of reward.overlong_buffer_len, for a response of the maximum length."""
     stop_properly_penalty_coef: Annotated[float, Range(at_most=1)] | None = None
-    """Reward of truncated responses. From 0 to 1: their reward is multiplied by this. Negative: it replaces
-    their reward. None: they keep it."""
+    """Reward of truncated responses. From 0 to 1: their reward is multiplied by this, which raises negative
+    ones. Negative: it replaces their reward. None: they keep it."""
     batch: Free[Count] = 1
     """Maximum number of samples in one call of the reward function. Samples are scored together if they
     finish at the same time or wait for a busy process. 1: one call for each sample."""

@@ -14,7 +14,7 @@ from openrlhf.data.answers import AnswerColumns, plain_answer
 from openrlhf.data.bad_rows import BadRow, BadRowAction, check_embedded, read_each, read_value, refuse
 from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import join_text, read_text
+from openrlhf.data.messages import join_text
 from openrlhf.data.prompts import encode_prompts
 from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.data.sources import Rows
@@ -81,10 +81,10 @@ def build_questions(
 
     def read(row: Row) -> tuple[Input, str]:
         value = read_value(row, input_key, str, list)
-        asked = read_text(value) if apply_chat_template else value
-        tools = read_tools(row, tools_key) if apply_chat_template else None
+        asked, tools = value, None
         if apply_chat_template:
-            check_media(as_messages(value), has_images=False)
+            asked, tools = as_messages(value), read_tools(row, tools_key)
+            check_media(asked, has_images=False)
         return value, template(asked if suffix is None else with_suffix(asked, suffix), tools)
 
     skipped: Counter[str] = Counter()

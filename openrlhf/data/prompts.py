@@ -60,7 +60,7 @@ def build_prompts(
         value = read_value(row, input_key, str, list)
         tools = read_tools(row, tools_key) if apply_chat_template else None
         if apply_chat_template:
-            check_media(as_messages(value), has_images=images is not None)
+            check_media(value := as_messages(value), has_images=images is not None)
         if images is not None:
             value = images.place(row, as_messages(value))
         name = str(row.get("datasource") or source)

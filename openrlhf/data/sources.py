@@ -289,9 +289,9 @@ def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: 
         text = f"the folder has no {', '.join(READERS)} file, compressed (.gz) or not."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
     splits = {name: _split_in_name(name, split) for name in files}
-    if any(splits.values()) and split not in splits.values():
-        raise _no_split(place, split, {name for name in splits.values() if name}, flag)
     if any(splits.values()):
+        if split not in splits.values():
+            raise _no_split(place, split, {name for name in splits.values() if name}, flag)
         files = [name for name in files if splits[name] == split]
     _note_missing(files, f"{flag} {place}")
     return files

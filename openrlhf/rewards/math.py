@@ -24,9 +24,10 @@ _MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,2})/(\d{1,3})(?!\w|/|\.\d)")
 """A mixed number such as 2 1/2, of which math-verify makes a product."""
 _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
     (_GROUPS, ""),
+    (_MIXED, lambda number: _improper(number)),
     (
         re.compile(
-            r"(?<![\w.])(\d[\d,]{0,20}(?:\.\d+)?)((?:\s|\\[,;:! ])*(?:\\(?:text|mathrm|mbox)\{)?\s*)"
+            r"(?<![\w./])(\d[\d,]{0,20}(?:\.\d+)?)((?:\s|\\[,;:! ])*(?:\\(?:text|mathrm|mbox)\{)?\s*)"
             rf"({'|'.join(_SCALES)})\b"
         ),
         lambda n: format(Decimal(n[1].replace(",", "")).scaleb(_SCALES[n[3]]), "f") + n[2],
@@ -114,10 +115,10 @@ def grade_response(response: str, label: str | float) -> bool:
     r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
     a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
     else, or if the label is a name, a ratio or a version (Apollo 11, 3:4, 1.2.3), its end, in upper or lower
-    case. Thoughts before </think> are not read, and if it has
-    <answer>...</answer>, the last one alone. Of an equation, the last side counts. Where the label is a
-    number, a sum or product that is not worked out is wrong. Its time is limited as that of `grade_answer`.
-    Raises TypeError for a label that is neither text nor a number."""
+    case. Thoughts before </think> are not read, and if it has <answer>...</answer>, the last one alone. Of an
+    equation, the last side counts. Where the label is a number, a sum or product that is not worked out is
+    wrong. Its time is limited as that of `grade_answer`. Raises TypeError for a label that is neither text
+    nor a number."""
     said = response.rpartition("</think>")[2]
     response = next(iter(_TAGGED.findall(said)[-1:]), said)
     truth, boxed = final_answer(label), extract_boxed_answer(response)
@@ -137,7 +138,7 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
 
     in_main = threading.current_thread() is threading.main_thread()
     limit: Any = 3600 if in_main else None  # of math-verify's own clock
-    for pattern, plain in (*_TIDIED, (_MIXED, _improper)):
+    for pattern, plain in _TIDIED:
         gold, answer = pattern.sub(plain, gold), pattern.sub(plain, answer)
 
     def parse(text: str) -> list[Any]:

@@ -30,6 +30,8 @@ def read_result(episode: Episode, result: Any, *, source: str, reward_is_optiona
         found = ", ".join(map(repr, result)) or "nothing"
         raise EnvironmentFailed(f"{source} returned a dict without 'reward'; it has {found}")
     truncated = result.get("truncated")
+    if isinstance(truncated, str):  # "False" would be true
+        raise EnvironmentFailed(f"{source} returned truncated {truncated!r}, not a bool")
     episode = replace(
         episode,
         turns=_turns_to_train_on(result, episode.turns, source),

@@ -18,7 +18,6 @@ from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import BLOCK, blockwise, mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import PENALTIES, AlgoConfig, PPOConfig, RewardConfig
-from openrlhf.errors import notify_once
 from openrlhf.types import Batch, Metrics, Trajectory, as_tensor
 
 
@@ -208,17 +207,9 @@ def _penalised(
             buffer_len=reward.overlong_buffer_len,
             factor=reward.overlong_penalty_factor,
         )
-    if (coef := reward.stop_properly_penalty_coef) is not None:
-        if 0 <= coef < 1 and bool((truncated & (rewards < 0)).any()):
-            notify_once(RAISED.format(coef))
-        rewards = stop_properly_penalty(rewards, truncated, coef=coef)
+    if reward.stop_properly_penalty_coef is not None:
+        rewards = stop_properly_penalty(rewards, truncated, coef=reward.stop_properly_penalty_coef)
     return rewards
-
-
-RAISED = (
-    "note: --reward.stop_properly_penalty_coef {:g} raises negative rewards of truncated responses; a "
-    "negative one replaces all their rewards"
-)
 
 
 def _total(values: Tensor) -> float:

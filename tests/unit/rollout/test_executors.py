@@ -105,6 +105,7 @@ TOKENS = "{'reward': 1, 'observation_tokens': "
     [
         ("None", ENV, "execute returned NoneType, not a dict"),
         ("{'rewards': 1}", ENV, "execute returned a dict without 'reward'; it has 'rewards'"),
+        ("{'reward': 1, 'truncated': 'False'}", ENV, "execute returned truncated 'False', not a bool"),
         ("{'reward': None}", REWARD, "the reward None"),
         ("{'reward': float('nan')}", REWARD, r"returned reward that are not finite: \[nan\]"),
         ("{'reward': 'good'}", REWARD, "returned reward that are not numbers: .*'good'"),

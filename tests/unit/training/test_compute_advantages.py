@@ -60,18 +60,6 @@ def advantages(credit):
     return [pytest.approx(c.advantages.tolist(), abs=1e-6) for c in credit]
 
 
-def test_a_factor_that_raises_negative_rewards_is_told(capsys):
-    """0.125 * -8 = -1: the truncated answer would be better than a finished one with the same reward."""
-    reward = RewardConfig(stop_properly_penalty_coef=0.125)
-    samples = [trajectory(8.0, 2, truncated=True), trajectory(-8.0, 2)]
-    assert assign(samples, estimator="dr_grpo", reward=reward)[1]["reward/mean"] == -3.5
-    assert not capsys.readouterr().err
-    samples = [trajectory(-8.0, 2, truncated=True), trajectory(-8.0, 2)]
-    credit, _ = assign(samples, estimator="dr_grpo", reward=reward)
-    assert advantages(credit) == [[3.5, 3.5], [-3.5, -3.5]]
-    assert "stop_properly_penalty_coef 0.125 raises negative rewards" in capsys.readouterr().err
-
-
 def test_each_task_has_its_estimator_penalty_and_kl():
     """Two groups of rewards 0 and 2: math by Dr. GRPO with a KL coefficient 2, chat by GRPO, whose unbiased
     standard deviation is sqrt(2), after a penalty of 1 for the answer of 4 tokens; each action has the KL
