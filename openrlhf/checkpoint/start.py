@@ -26,16 +26,17 @@ ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 DAY = "the date that chat templates write"
 """Key in `RunFingerprint.contents`."""
+TAG = re.compile(r"global_step(\d+)(_universal)?")
+"""Names of checkpoints. Copies of users may have others, such as `global_step20_good`."""
 
 
 def _recorded(config: Config, section: str, key: str) -> str | None:
     """Returns a text in the fingerprint of the newest checkpoint that a run begins with and that has it."""
-    found = (
-        list(Path(config.checkpoints[0]).glob("global_step*/origin.json")) if config.ckpt.load_enable else []
-    )
+    places = Path(config.checkpoints[0]).glob("global_step*/origin.json") if config.ckpt.load_enable else ()
+    found = {int(tag[1]): file for file in places if (tag := TAG.fullmatch(file.parent.name))}
     if not found and config.ckpt.fork_from and section == "contents":
-        found = [Path(config.ckpt.fork_from, "origin.json")]
-    for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
+        found = {0: Path(config.ckpt.fork_from, "origin.json")}
+    for _, file in sorted(found.items(), reverse=True):
         with suppress(ValueError, LookupError, TypeError):  # damage is told when one is chosen
             return str(read_object(file)["origin"][section][key])
     return None

@@ -253,7 +253,8 @@ def test_the_cache_folder_is_tried_before_anything_starts(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("make", "model"), [(sft(), ""), (ppo(), "_actor/")])
 def test_a_resumed_run_writes_the_date_of_its_start(tmp_path, monkeypatch, make, model):
-    """An older checkpoint and a damaged one record none, and those set aside are of another run."""
+    """An older checkpoint and a damaged one record none; those set aside, and copies of users, do not
+    count."""
     config = make(str(tmp_path))
     root = tmp_path / "ckpt"
     config = replace(config, ckpt=replace(config.ckpt, path=str(root), load_enable=True))
@@ -264,7 +265,8 @@ def test_a_resumed_run_writes_the_date_of_its_start(tmp_path, monkeypatch, make,
     other = recorded | {"contents": {DAY: "1999-01-01"}}
     origins = {"global_step8": "{", "global_step10": "{}", "global_step9": {"origin": recorded}}
     origins |= {"global_step11": {"origin": recorded | {"contents": {}}}}
-    for name, origin in {**origins, "previous/001/global_step99": {"origin": other}}.items():
+    others = ("previous/001/global_step99", "global_step_good", "global_step9-2")
+    for name, origin in {**origins, **{key: {"origin": other} for key in others}}.items():
         folder = root / model / name
         folder.mkdir(parents=True)
         (folder / "origin.json").write_text(origin if isinstance(origin, str) else json.dumps(origin))
