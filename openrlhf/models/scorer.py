@@ -102,7 +102,7 @@ def load_scorer(
     if images:
         register_classifier(config)
     if tokenizer is not None:
-        tokenizer.pad_token_id = config.pad_token_id = padding_token_id(tokenizer)
+        tokenizer.pad_token_id = config.pad_token_id = padding_token_id(tokenizer, config)
     names = {rf"^{name}\.": f"{CLASSIFIER_HEAD}."} if name != CLASSIFIER_HEAD else None
     classifier = AutoModelForSequenceClassification
     check_class(classifier, config, path, flag)
@@ -175,17 +175,18 @@ def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]
     raise UsageError(ErrorCode.INVALID_MODEL, text, flag="--reward.normalize_enable")
 
 
-def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns a padding token that is not the end-of-sequence token. transformers reads a score at the last
-    token that is not padding, which would be the wrong one if the end-of-sequence token were the padding.
-    Raises UsageError if there is no such token."""
+def padding_token_id(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> int:
+    """Returns a padding token that the model embeds and that is not the end-of-sequence token. transformers
+    reads a score at the last token that is not padding, which would be the wrong one if the end-of-sequence
+    token were the padding. Raises UsageError if there is no such token."""
     candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     candidates += [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
-    usable = [token for token in candidates if token is not None and token != tokenizer.eos_token_id]
+    size, end = config.get_text_config().vocab_size, tokenizer.eos_token_id
+    usable = [token for token in candidates if token is not None and token != end and token < size]
     if not usable:
         text = (
-            "the only special token of the tokenizer ends a sequence, so padding would look like an end.\n"
-            "Add a pad token to the tokenizer."
+            "no special token that the model embeds differs from the one that ends a sequence, so padding "
+            "would look like an end.\nAdd a pad token to the tokenizer, and its embedding to the model."
         )
         raise UsageError(ErrorCode.INVALID_MODEL, text, value=tokenizer.name_or_path)
     return usable[0]

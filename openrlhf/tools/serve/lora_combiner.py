@@ -59,7 +59,7 @@ def run(config: LoraCombinerConfig) -> None:
     with waiting("loading and merging the model", key=config.model_path):
         model = _merge(config, trained_on, auto_class)
     if config.is_rm:
-        tokenizer.pad_token_id = model.config.pad_token_id = padding_token_id(tokenizer)
+        tokenizer.pad_token_id = model.config.pad_token_id = padding_token_id(tokenizer, of_base)
         for name, value in load_statistics(config.lora_path).items():
             setattr(model.config, name, value)
     with exporting(config.output_path) as made:

@@ -9,11 +9,16 @@ from refusals import refused
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from openrlhf.errors import ErrorCode
 from openrlhf.models.checkpoint_layout import head_name
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.loading import load_config, load_tokenizer
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, padding_token_id
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
@@ -110,15 +115,20 @@ def test_any_special_token_serves_for_padding(tmp_path):
     make_folder(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path), flag="--model")
     assert tokenizer.pad_token == tokenizer.eos_token
-    token = padding_token_id(tokenizer)
+    config = load_config(str(tmp_path), "--model")
+    token = padding_token_id(tokenizer, config)
     assert token != tokenizer.eos_token_id and tokenizer.added_tokens_decoder[token].special
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # the model has no embedding for it
+    assert tokenizer.pad_token_id >= config.vocab_size
+    options = {"dtype": "fp32", "attention": "auto", "tokenizer": tokenizer}
+    assert load_scorer(str(tmp_path), flag="--model", **options).model.config.pad_token_id == token
 
 
 def test_a_tokenizer_with_only_an_end_of_sequence_token_is_refused():
     words = Tokenizer(WordLevel({"<end>": 0, "word": 1}, unk_token="word"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
     with refused(ErrorCode.INVALID_MODEL):
-        padding_token_id(tokenizer)
+        padding_token_id(tokenizer, Qwen3Config())
 
 
 def test_a_score_is_read_off_each_action_itself(folder):
