@@ -1,6 +1,7 @@
 """Computes the load-balancing loss of mixtures of experts: how evenly a model's routers use their experts.
 Freezes routers."""
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, get_backbone, get_row_layout
-from openrlhf.models.loading import load_config
+from openrlhf.models.loading import has_experts, load_config, without_weights
 from openrlhf.models.prefixes import Branches
 from openrlhf.models.vision import freeze
 
@@ -70,11 +71,13 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
 
 
 def check_experts(path: str, flag: str, coef_flag: str) -> None:
-    """Raises UsageError if the model at `path` has no load-balancing loss, which `coef_flag` requires. Loads
-    no weights."""
+    """Raises UsageError if the model at `path` has no experts, or another load-balancing loss than
+    `recorded_balance` computes, which `coef_flag` requires. Loads no weights."""
     config = load_config(path, flag)
-    if BALANCE_LOSS not in names_beside_model(config):
-        text = f"a {config.model_type} has no experts for a balance loss.\nRemove {coef_flag}."
+    balance_loss = names_beside_model(config).get(BALANCE_LOSS, lambda: 0.0)
+    is_usual = [*inspect.signature(balance_loss).parameters][1:3] == ["num_experts", "top_k"]
+    if not (is_usual and has_experts(path, flag)):
+        text = f"this {config.model_type} has no experts for a balance loss.\nRemove {coef_flag}."
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 
 
@@ -92,11 +95,12 @@ def freeze_routers(model: nn.Module) -> None:
 
 
 def check_routers(path: str, flag: str, freeze_flag: str) -> None:
-    """Raises UsageError if the model at `path` has no routers, which `freeze_flag` freezes. Loads no
+    """Raises UsageError if the model at `path` has no routers that `freeze_routers` finds. Loads no
     weights."""
     config = load_config(path, flag)
-    if not any(map(_is_router, names_beside_model(config))):
-        text = f"a {config.model_type} has no routers.\nRemove {freeze_flag}."
+    modules = without_weights(path, flag, images=False).modules() if names_beside_model(config) else ()
+    if not any(_is_router(type(module).__name__) for module in modules):
+        text = f"no routers are known in this {config.model_type}.\nRemove {freeze_flag}."
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 
 

@@ -49,17 +49,26 @@ MODELS = {
     "mixtral": hf.MixtralConfig(**SHAPE, num_experts_per_tok=2, num_local_experts=4),
     "olmoe": hf.OlmoeConfig(**SHAPE, **TOP_3, num_experts=5),  # pyrefly: ignore[unexpected-keyword]
 }
-DENSE = hf.Qwen3Config(**SHAPE)
+NO_EXPERTS = {
+    "dense": hf.Qwen3Config(**SHAPE),
+    "granite": hf.GraniteMoeHybridConfig(
+        hidden_size=32, num_hidden_layers=2, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=8
+    ),
+    "doge": hf.DogeConfig(is_moe=True, num_experts=16, num_experts_per_tok=2),
+    "dbrx": hf.DbrxConfig(ffn_config={"hidden_size": 32, "moe_num_experts": 4}),
+}
+"""Models without experts, and with another load-balancing loss or other names."""
 COEF = 0.3
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
-    for name, config in [*MODELS.items(), ("dense", DENSE)]:
+    for name, config in [*MODELS.items(), *NO_EXPERTS.items()]:
         torch.manual_seed(3)
         made[name] = tmp_path_factory.mktemp(name)
-        hf.AutoModelForCausalLM.from_config(config).save_pretrained(made[name])
+        model = config if name in NO_EXPERTS else hf.AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(made[name])
     return made
 
 
@@ -225,11 +234,12 @@ def test_reward_models_have_experts_too(folders: dict) -> None:
     assert scorer.model.model.layers[0].mlp.gate.weight.grad.abs().max() > 0
 
 
-def test_a_model_without_experts_is_refused(folders: dict) -> None:
-    with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folders["dense"], told="--model.aux_loss_coef"):
-        check_experts(str(folders["dense"]), "--model", "--model.aux_loss_coef")
-    for name in MODELS:
+@pytest.mark.parametrize("name", NO_EXPERTS)
+def test_a_model_without_experts_is_refused(folders: dict, name: str) -> None:
+    with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folders[name], told="--model.aux_loss_coef"):
         check_experts(str(folders[name]), "--model", "--model.aux_loss_coef")
+    for other in MODELS:
+        check_experts(str(folders[other]), "--model", "--model.aux_loss_coef")
 
 
 def test_policies_and_critics_balance_their_experts(folders: dict) -> None:
@@ -268,12 +278,13 @@ def test_frozen_routers_do_not_move_and_have_no_optimizer_state(folders: dict, n
     assert len(optimizer.state) == len(moved) - len(routers)
 
 
-def test_a_model_without_routers_is_refused(folders: dict) -> None:
-    with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folders["dense"]) as refusal:
-        check_routers(str(folders["dense"]), "--model", "--actor.freeze_moe_router")
-    assert "--actor.freeze_moe_router" in refusal.value.text
-    for name in MODELS:
+@pytest.mark.parametrize("name", ["dense", "granite"])
+def test_a_model_without_routers_is_refused(folders: dict, name: str) -> None:
+    with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folders[name]) as refusal:
         check_routers(str(folders[name]), "--model", "--actor.freeze_moe_router")
+    assert "--actor.freeze_moe_router" in refusal.value.text
+    for other in MODELS:
+        check_routers(str(folders[other]), "--model", "--actor.freeze_moe_router")
 
 
 COMMAND = "--actor.model_name_or_path m --data.prompt_dataset d --reward.remote_url http://localhost:1/reward"
