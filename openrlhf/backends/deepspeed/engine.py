@@ -137,7 +137,7 @@ class DeepSpeedEngine(TrainedRank):
 
     def optim_step(self, contributions: dict[str, Tensor] | None = None) -> Metrics:
         metrics = super().optim_step(contributions)
-        if self.average is not None and not metrics.get("skipped"):
+        if self.average is not None and math.isfinite(metrics.get("grad_norm", math.inf)):
             self.average.update()
         return metrics
 

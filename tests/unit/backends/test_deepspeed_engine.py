@@ -1,5 +1,6 @@
 """Checkpoints of the DeepSpeed engine, without DeepSpeed."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.errors import ErrorCode
 
 
@@ -75,3 +77,15 @@ def test_a_checkpoint_that_is_not_found_is_an_error_and_no_empty_state(tmp_path)
     (tmp_path / "global_step1").mkdir()
     with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path / "global_step1"):
         engine_without_deepspeed().load_checkpoint(str(tmp_path), "global_step1")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "updates"), [({"grad_norm": 2.0}, 1), ({"grad_norm": math.inf}, 0), ({"skipped": 1.0}, 0)]
+)
+def test_a_step_that_changes_no_weights_does_not_move_the_average(monkeypatch, metrics, updates) -> None:
+    """The second is one that the loss scaler of fp16 skips."""
+    engine, calls = engine_without_deepspeed(), []
+    monkeypatch.setattr(TrainedRank, "optim_step", lambda *_: metrics)
+    engine.average = SimpleNamespace(update=lambda: calls.append(None))
+    assert engine.optim_step() == metrics
+    assert len(calls) == updates
