@@ -17,14 +17,16 @@ from typing import Any
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
 from openrlhf.completions import SamplingParams
-from openrlhf.errors import ErrorCode, RunError
+from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.types import not_none
 
 
 class VLLMStream:
     """A vLLM engine in another process that streams one answer at a time."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Starts the engine, and returns when the model is loaded. Raises RunError if that fails."""
+        """Starts the engine, and returns when the model is loaded. Raises UsageError for options that the
+        engine refuses, and RunError if it fails."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, options), name="vllm")
@@ -36,8 +38,10 @@ class VLLMStream:
         try:
             kind, value = self._messages.get()  # bounded: the process's end is a message too
         except KeyboardInterrupt:
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._kill()
             raise
+        if kind == "refused":
+            raise value
         if kind != "ready":
             raise RunError(ErrorCode.ENGINE_FAILED, f"the vLLM engine did not start: {value}")
 
@@ -45,7 +49,7 @@ class VLLMStream:
         """Yields the tokens of the answer. Closing the generator stops generation. Raises RunError if the
         engine fails."""
         self._connection.send((prompt, seed, params))
-        kind, value = self._messages.get()  # bounded: the process's end is a message too
+        kind, value = "tokens", ()
         try:
             while kind == "tokens":
                 yield from value
@@ -63,7 +67,13 @@ class VLLMStream:
             self._connection.send(_QUIT)
         self._process.join(timeout=CLOSE_TIMEOUT)
         if self._process.is_alive():
-            os.killpg(self._process.pid or 0, signal.SIGKILL)  # including the engine's child processes
+            self._kill()
+
+    def _kill(self) -> None:
+        """Kills the engine with its child processes. While it is starting it has no session of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(not_none(self._process.pid), signal.SIGKILL)
+        self._process.kill()
 
     def _listen(self) -> None:
         try:
@@ -86,10 +96,8 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
     try:
         asyncio.run(_Server(connection, VLLMEngine(options)).run())
     finally:
-        for (
-            process
-        ) in multiprocessing.active_children():  # otherwise this process would wait for them forever
-            process.kill()
+        for process in multiprocessing.active_children():
+            process.kill()  # otherwise this process would wait for it forever
 
 
 class _Server:
@@ -101,6 +109,9 @@ class _Server:
     async def run(self) -> None:
         try:
             await self.engine.start()
+        except UsageError as error:
+            self.connection.send(("refused", error))
+            return
         except Exception as error:
             self.connection.send(("error", f"{type(error).__name__}: {error}"))
             raise
