@@ -90,6 +90,8 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         ask(CRITIC_FLAG, lambda: check_saving(critic, CRITIC_FLAG, policy_processor(config)))
     if config.uses_critic and config.critic_aux_loss_coef:
         ask(CRITIC_FLAG, check_experts, critic, CRITIC_FLAG, "--critic.aux_loss_coef")
+    if config.uses_critic and config.critic.freeze_moe_router:
+        ask(CRITIC_FLAG, check_routers, critic, CRITIC_FLAG, "--critic.freeze_moe_router")
     for path in config.reward.models:
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:

@@ -16,6 +16,7 @@ from torch import nn
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.rl_checks import check_files
 from openrlhf.models.experts import check_experts, check_routers, freeze_routers, recorded_balance
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -294,6 +295,15 @@ REENTRANT = "--actor.gradient_checkpointing_reentrant"
 def test_the_variant_of_checkpointing_may_be_set_for_the_critic_alone():
     config = parse(PPO, f"{COMMAND} --critic.gradient_checkpointing_enable {REENTRANT}".split()).config
     assert config.actor.gradient_checkpointing_reentrant
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_frozen_routers_are_looked_for_in_the_model_that_has_the_flag(role: str) -> None:
+    words = f"{COMMAND} --algo.advantage.estimator gae --{role}.freeze_moe_router"
+    asked: list[tuple] = []
+    ask = lambda _, check, /, *args, **options: asked.append(args) if check is check_routers else None
+    check_files(parse(PPO, words.split()).config, ask, on_cpu=True)
+    assert asked == [("m", f"--{role}.model_name_or_path", f"--{role}.freeze_moe_router")]
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
