@@ -62,13 +62,3 @@ class Mesh:
     def coordinates(self, rank: int) -> Coordinates:
         data, inner = divmod(rank, self.replica)
         return Coordinates(data, *divmod(inner, self.tensor))
-
-    def rank_at(self, at: Coordinates) -> int:
-        """Returns the rank with these coordinates."""
-        return (at.data * self.sequence + at.sequence) * self.tensor + at.tensor
-
-    def group(self, dimension: str, rank: int) -> list[int]:
-        """Returns the ranks of `rank`'s group along `dimension`: their other coordinates equal those of
-        `rank`."""
-        at = self.coordinates(rank)
-        return [self.rank_at(at._replace(**{dimension: i})) for i in range(getattr(self, dimension))]

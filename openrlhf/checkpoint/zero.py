@@ -169,7 +169,7 @@ class Checkpoint:
         self._check_complete(model_states["dp_world_size"])
         saved = SavedStates()
         for rank, shard in enumerate(self.shards):
-            states = _get_states(shard)
+            states = _load(shard)["optimizer_state_dict"]
             saved.loss_scale.update(_selected(states, LOSS_SCALE))
             if "fp32_flat_groups" in states:
                 _add_stage_3(saved, states, shapes, rank, len(self.shards))
@@ -221,10 +221,6 @@ def find_slice(numel: int, rank: int, size: int) -> range:
 
 def _load(file: Path) -> Any:
     return pickles.load(file, DEEPSPEED, mmap=True)
-
-
-def _get_states(shard: Path) -> dict[str, Any]:
-    return _load(shard)["optimizer_state_dict"]
 
 
 def _selected(mapping: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

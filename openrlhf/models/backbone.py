@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from openrlhf.models.prefixes import Branches, PrefixTree, build_tree
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.vision import ImageReader, positions_of_row, with_blank
 from openrlhf.types import Image, PackedRow, not_none
+
+if TYPE_CHECKING:
+    from openrlhf.models.router_replay import Replay
 
 STATEFUL = {"linear_attention", "conv"}
 """Layer types, by their names in transformers' configurations, that carry a state along the row."""
@@ -43,7 +46,7 @@ class RowLayout:
     gathers: bool = False
     """True if ranks gather sharded parameters in every pass, so that all ranks must run the same number of
     passes."""
-    replay: "RouterReplay | None" = None
+    replay: "Replay | None" = None
     """Router replay with the experts in `PackedRow.routing`; None: routers select experts."""
     share_prefixes: SharePrefixes = "auto"
     """Value of `--ds.share_prefixes`."""
@@ -51,18 +54,6 @@ class RowLayout:
     """True: common prefixes of a row's sequences are read once (models/prefixes.py)."""
     has_noise: bool = False
     """True where the model's configuration has dropout or other noise in training mode."""
-
-
-class RouterReplay(Protocol):
-    """Makes routers take given experts (models/router_replay.py)."""
-
-    def routing(self, of_row: Tensor, num_tokens: int, sharing: SequenceParallel | None) -> Tensor:
-        """Returns the model's argument `routing` from a row's experts (N, M, K)."""
-        ...
-
-    def check(self) -> None:
-        """Raises an error if a layer did not use the given experts in the last pass."""
-        ...
 
 
 class RowModel(nn.Module):

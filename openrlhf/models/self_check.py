@@ -220,7 +220,7 @@ def _run_checks(run: Callable, model: PreTrainedModel) -> dict[str, str]:
         error = f"{name} cannot be trained: {problem}."
     elif layout.liger and (problem := why_not_liger(run, model)):
         flag, error = "--ds.use_liger_kernel", f"{problem}.\nRemove the flag."
-    elif isinstance(layout.replay, Replay) and (problem := why_not_replayed(run, model, layout.replay)):
+    elif layout.replay and (problem := why_not_replayed(run, model, layout.replay)):
         flag, error = "--algo.router_replay", f"{problem}.\nRemove the flag."
     elif layout.share_prefixes == "true" and unshared:
         flag, value = "--ds.share_prefixes", "true"

@@ -28,7 +28,7 @@ from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.dcp import forged, load_tensors
 from openrlhf.checkpoint.random_state import load_random_state
 from openrlhf.checkpoint.run_fingerprint import RunFingerprint, compare
-from openrlhf.checkpoint.zero import Checkpoint, _get_states
+from openrlhf.checkpoint.zero import Checkpoint, _load
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse, to_yaml
@@ -223,7 +223,7 @@ LOADERS: dict[str, Callable[[bytes], object]] = {
     "checkpoint of DeepSpeed": lambda content: Checkpoint(
         Path(written("c/mp_rank_00_model_states.pt", content)).parent
     ).model_states(),
-    "optimizer states of DeepSpeed": lambda content: _get_states(
+    "optimizer states of DeepSpeed": lambda content: _load(
         Path(written("c/zero_pp_rank_0_mp_rank_00_optim_states.pt", content))
     ),
     "universal checkpoint": lambda content: Checkpoint(

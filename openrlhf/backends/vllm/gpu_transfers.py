@@ -16,14 +16,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from openrlhf.backends.weight_sync.buckets import TensorMeta
+from openrlhf.backends.weight_sync.buckets import max_bucket_bytes
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
 from openrlhf.backends.weight_sync.source import WeightSource
-from openrlhf.memory.engines import bucket_size
 
 
 def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
-
     # Both sides hold two buckets, beside an engine's KV cache. A tensor larger than a bucket is sent alone.
     warnings.filterwarnings("ignore", message="Tensor .* exceeds buffer_size_bytes")
     info = NCCLTrainerInitInfo(
@@ -58,8 +56,7 @@ class _EndsWithEngines:
 
 
 def open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
-
-    size = shared_buffer_bytes(source.tensors, meeting.bucket_bytes)
+    size = max_bucket_bytes(source.tensors, meeting.bucket_bytes)  # vLLM needs room for the largest tensor
     info = IPCTrainerInitInfo(rank=meeting.rank, packed=True, packed_buffer_size_bytes=size)
     return Shareable(
         WeightTransferTrainerFactory.trainer_init(info, client=client, source=_vllm_source(source))
@@ -74,7 +71,6 @@ class Shareable:
         self.transfer = transfer
 
     def send_weights(self) -> None:
-
         asked, flag = alloc_conf.alloc_conf_from_env(), alloc_conf.EXPANDABLE_SEGMENTS
         if not alloc_conf.conf_flag_enabled(asked, flag):
             self.transfer.send_weights()
@@ -84,13 +80,6 @@ class Shareable:
             self.transfer.send_weights()
         finally:
             alloc_conf.set_alloc_conf(asked)
-
-
-def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:
-    """Returns the size in bytes of the buffer through which `tensors` are sent to engines on the same GPU: at
-    most `most`, unless a single tensor is larger, because vLLM requires that each tensor fits the buffer."""
-    sizes = [t.num_bytes for t in tensors]
-    return bucket_size(max(sizes), sum(sizes), most)
 
 
 def _vllm_source(source: WeightSource) -> VLLMWeightSource:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from openrlhf.backends.vllm.gpu_transfers import shared_buffer_bytes
 from openrlhf.backends.vllm.weight_receiver import CheckedIPC, CheckedNCCL
-from openrlhf.backends.weight_sync.buckets import TensorMeta
+from openrlhf.backends.weight_sync.buckets import TensorMeta, max_bucket_bytes
 from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
 from openrlhf.cluster.engine_client import RayEngineClient
 
@@ -140,7 +139,7 @@ def ipc(spec: dict) -> dict:
         "loaded": [len(e.workers[0].model.loaded) for e in engines],
         "wrong": [e.workers[0].model.wrong for e in engines],
         "opened": [[d, Path(p).name.split("-")[0]] for d, p in cuda_on_cpu.OPENED],
-        "buffer": shared_buffer_bytes(metas, BUCKET_BYTES["ipc"]),
+        "buffer": max_bucket_bytes(metas, BUCKET_BYTES["ipc"]),
     }
 
 
