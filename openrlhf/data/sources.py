@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import datasets
 import numpy as np
@@ -19,7 +19,7 @@ from openrlhf.config.checks import parse_probabilities, split_spec
 from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.data.cache import digest, file_digest
-from openrlhf.data.files import ENDINGS, READERS, REMEDY, BadRow, File, Part, Row, has_rows, peek
+from openrlhf.data.files import ENDINGS, PACKED, READERS, REMEDY, BadRow, File, Part, Row, has_rows, peek
 from openrlhf.data.gzipped import unpacked
 from openrlhf.data.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 from openrlhf.data.remote import fetched, is_saved_dataset, is_url
@@ -267,11 +267,7 @@ def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File
     files = [place]
     if place.is_dir() and not is_saved_dataset(path.name for path in place.glob("*")):
         try:
-            names = sorted(
-                str(path.relative_to(place))
-                for path in place.rglob("*")
-                if path.is_file() or (path.is_symlink() and not path.exists())
-            )
+            names = sorted(str(path.relative_to(place)) for path in _files_within(place))
         except OSError as error:
             text = f"the folder cannot be read: {error}.\nName a folder that contains only the data set."
             raise UsageError(ErrorCode.UNREADABLE, text, flag=flag, value=place) from error
@@ -280,6 +276,23 @@ def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File
         text = f"a link to {os.readlink(lost)}, which does not exist. Remove the link, or mend it."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=lost)
     return [File(path, str(path), flag) for path in files]
+
+
+def _files_within(place: Path) -> Iterator[Path]:
+    """Yields the files of a folder and of those in it, also of linked ones, and links to nothing. No folder
+    is read twice."""
+    read: set[str] = set()
+    for folder, folders, names in os.walk(place, onerror=_fail, followlinks=True):
+        if os.path.realpath(folder) in read:  # a link to a folder that holds it
+            folders.clear()
+            continue
+        read.add(os.path.realpath(folder))
+        paths = (Path(folder, name) for name in names)
+        yield from (path for path in paths if path.is_file() or not path.exists())
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
 
 
 def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
@@ -294,7 +307,10 @@ def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: 
             raise _no_split(place, split, {name for name in splits.values() if name}, flag)
         files = [name for name in files if splits[name] == split]
     _note_missing(files, f"{flag} {place}")
-    return files
+    if twice := sorted({f"{name}{PACKED}" for name in files}.intersection(files)):
+        known = twice[0].removesuffix(PACKED)
+        notify_once(f"note: {flag} {place}: {', '.join(twice)}: not read, because {known} is there, unpacked")
+    return [name for name in files if name not in twice]
 
 
 def _note_missing(names: Sequence[str], place: str) -> None:
@@ -360,7 +376,11 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
 
 def _read_saved(folder: File, split: str) -> Part:
     """Reads a folder that `save_to_disk` wrote, memory-mapped."""
-    saved = datasets.load_from_disk(str(folder.path))
+    try:
+        saved = datasets.load_from_disk(str(folder.path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"a damaged folder of `save_to_disk`: {first_line(error)}\nSave the dataset again."
+        raise folder.error(ErrorCode.UNREADABLE, text) from error
     if isinstance(saved, datasets.Dataset):
         return Part.from_table(folder.name, saved)
     if split not in saved:
@@ -374,11 +394,12 @@ def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> Us
 
 
 def _split_in_name(name: str, wanted: str) -> str | None:
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return next((word for word in words if word in {wanted, *_SPLIT_WORDS}), None)
+    splits = "|".join(map(re.escape, (wanted, *_SPLIT_WORDS)))
+    found = re.search(rf"(?<![a-z0-9])({splits})(?![a-z0-9])", name, re.IGNORECASE)
+    return wanted if found and found[1].lower() == wanted.lower() else found and found[1].lower()
 
 
-_SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+_SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def check_part(part: Part, size: int, flag: str, required: Mapping[str, str | None]) -> None:
