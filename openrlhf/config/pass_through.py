@@ -3,6 +3,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -62,13 +63,13 @@ def to_text(name: str, words: Sequence[str]) -> str:
 
 
 def _read_value(word: str) -> Any:
-    """Returns the value of a word: JSON, or else a text."""
+    """Returns the value of a word: JSON, a number such as .5, which JSON lacks, or else a text."""
     if word.lower() in NAMED:
         return NAMED[word.lower()]
     try:
         return json.loads(word)
     except ValueError:
-        return word
+        return float(word) if re.fullmatch(r"[-+]?(\.\d+|\d+\.)", word) else word
 
 
 def yaml_to_json(node: Any) -> str:
