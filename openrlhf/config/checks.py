@@ -256,7 +256,7 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
         return
     try:
         num_places = template.format("\0").count("\0")
-    except (KeyError, IndexError, ValueError):
+    except (LookupError, ValueError, AttributeError, TypeError):
         num_places = -1
     text = "must have one {} for the prompt; write every other brace twice: {{ }}"
     if num_places == 0:

@@ -81,6 +81,8 @@ def _chat_ignored(c: ChatConfig) -> Iterator[checks.IgnoredFlags]:
 def _output(c: BatchInferenceConfig) -> Iterator[Problem]:
     """Checks the file to write and what is written."""
     key, file = "output_path", c.output_path
+    if problem := checks.unexpanded(file):
+        yield Problem(key, problem, ErrorCode.NOT_WRITABLE)
     if os.path.isdir(file):
         yield Problem(key, "is a folder; name a .jsonl file", ErrorCode.NOT_WRITABLE)
     if file and not file.endswith(".jsonl"):

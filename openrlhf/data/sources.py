@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -15,7 +16,7 @@ import datasets
 import numpy as np
 from datasets.data_files import FILES_TO_IGNORE
 
-from openrlhf.config.checks import parse_probabilities, split_spec
+from openrlhf.config.checks import missing, parse_probabilities, split_spec
 from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.data.cache import digest, file_digest
@@ -53,11 +54,6 @@ class Rows:
     def of(cls, rows: Sequence[Row], name: str = "rows") -> "Rows":
         return cls([Part.of(name, rows)], whole_part(0, len(rows)))
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns that at least one row has."""
-        return list(dict.fromkeys(column for part in self._parts for column in part.columns))
-
     def __len__(self) -> int:
         return len(self._index)
 
@@ -68,7 +64,7 @@ class Rows:
         row = self._parts[part].rows[number]
         if isinstance(row, BadRow):
             raise row
-        return row if self._convert is None else self._convert(row)
+        return row if self._convert is None else self._convert(deepcopy(row))  # which may change its row
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -156,6 +152,8 @@ def _note_unread(parts: Sequence[Part], flag: str, required: Mapping[str, str | 
 
 IMPLICIT = ("tools", "datasource")
 """Columns that are read without a flag."""
+MAY_LACK = ("--data.image_key", "--data.tools_key")
+"""Flags of columns that many of the rows may lack."""
 
 
 def check_columns(
@@ -168,10 +166,16 @@ def check_columns(
     row_func: str | None = None,
 ) -> None:
     """Raises what `load_rows` would raise for missing files, splits and columns, reading only the first rows
-    or the schema of each file (a .json list is read whole). Names on the hub are not looked up; URLs are
-    fetched. With `row_func` the columns are those of the first row that it returns."""
-    convert = row_function(row_func)
-    for part in heads(spec, flag, split, lambda file: peek(file, bad_rows)):
+    or the schema of each file (a .json list is read whole, and a file whose first rows lack what `MAY_LACK`
+    names). Names on the hub are not looked up; URLs are fetched. With `row_func` the columns are those of the
+    first row that it returns."""
+    convert, optional = row_function(row_func), {required_columns.get(key) for key in MAY_LACK} - {None}
+
+    def read(file: File) -> Part:
+        part = peek(file, bad_rows)
+        return part if convert or optional <= {*part.columns} else READERS[file.path.suffix](file, bad_rows)
+
+    for part in heads(spec, flag, split, read):
         check_part(part, len(part.columns), flag, {} if convert else required_columns)
         if convert and bad_rows == "error" and (made := _first_made(part, convert, flag)):
             check_part(Part.of(f"a row of {row_func}", [made]), 1, flag, required_columns)
@@ -352,17 +356,8 @@ def _find(item: str, flag: str) -> Path | None:
     if os.path.exists(place):
         return place
     if has_rows(place) or item.startswith((".", "/", "~")) or os.path.exists(base):
-        raise error(ErrorCode.NOT_FOUND, f"there is no such file or folder.{_near_names(place)}")
+        raise error(ErrorCode.NOT_FOUND, missing(str(place), item))
     return None
-
-
-def _near_names(place: Path) -> str:
-    if not place.parent.is_dir():
-        return f"\nThe folder {place.parent} does not exist either."
-    names = difflib.get_close_matches(
-        place.name, [entry.name for entry in place.parent.iterdir()], n=3, cutoff=0.5
-    )
-    return f"\nSimilar names in {place.parent}: {', '.join(names)}" if names else ""
 
 
 def _read_hub(item: str, split: str, flag: str) -> Part:
@@ -370,7 +365,7 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
     try:
         return Part.from_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        text = f"not found on this machine or on the hub: {first_line(error)}{_near_names(Path(name))}"
+        text = f"not found on the hub: {first_line(error)}\nAs a path it {missing(name, name)}."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=item) from error
 
 

@@ -160,21 +160,31 @@ def load_generator(
     `attention` auto: transformers' default."""
     config = load_config(path, flag)
     check_class(AutoModelForCausalLM, config, path, flag)
-    with loading("weights", path, errors=OF_FILES):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            model_folder(path, weights=True),
-            config=config,
-            trust_remote_code=False,
-            output_loading_info=True,
-            dtype=DTYPES[dtype],
-            attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
-            ignore_mismatched_sizes=True,  # `check_loaded` refuses them
-            **(nf4(dtype, config) if in_4bit else {}),
-        )
+    name = None if attention == "auto" or lacks_its_kernel(attention) else attention
+    model, info = _from_files(AutoModelForCausalLM, config, path, dtype, in_4bit, attn_implementation=name)
     check_loaded(info, path, flag)
-    keep_nf4(model)
     fix_frequencies(model, max_len)
     return model
+
+
+def _from_files(
+    auto_class: Any, config: PreTrainedConfig, path: str, dtype: str | None, in_4bit: bool, **options: Any
+) -> tuple[Any, dict]:
+    """Returns the model and transformers' loading info. Weights of other sizes than those of the model are
+    left to `check_loaded`."""
+    options |= nf4(dtype, config) if in_4bit else {}
+    with loading("weights", path, errors=OF_FILES):
+        model, info = auto_class.from_pretrained(
+            model_folder(path, weights=True),
+            config=config,
+            dtype=DTYPES[dtype],
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    keep_nf4(model)
+    return model, info
 
 
 def load_for_rows(
@@ -202,19 +212,9 @@ def load_for_rows(
     name = resolve_attention(attention, config)
     takes_it = name != PACKED or _takes_attention(auto_class, config)
     options |= {} if experts is None else {"experts_implementation": experts}
-    options |= nf4(dtype, config) if in_4bit else {}
+    options["attn_implementation"] = of_text(name, config) if takes_it else None
     may_differ = options.pop("ignore_mismatched_sizes", False)
-    with loading("weights", path, errors=OF_FILES):
-        model, info = auto_class.from_pretrained(
-            model_folder(path, weights=True),
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=of_text(name, config) if takes_it else None,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` refuses them
-            **options,
-        )
+    model, info = _from_files(auto_class, config, path, dtype, in_4bit, **options)
     if may_differ:
         info["mismatched_keys"] = []
     layout = get_row_layout(model)
@@ -223,7 +223,6 @@ def load_for_rows(
     if model.dtype == torch.bfloat16 and _emulates_bf16():
         device = torch.cuda.get_device_name()
         logger.warning("a %s only emulates bf16, slowly; --ds.param_dtype fp16 is its own type", device)
-    keep_nf4(model)
     fix_frequencies(model, max_len)
     forget_unused_conversions(model)
     untie_config(model, path)

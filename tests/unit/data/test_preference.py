@@ -371,5 +371,5 @@ def test_a_kept_dataset_reads_the_same(tmp_path):
     assert list(kept.lengths) == list(built.lengths)
     assert both(kept[0]) == both(built[0])
     assert (kept[0].margin, kept[0].ref_log_probs.tolist()) == (0.5, [1.0, 2.0])
-    with pytest.raises(ValueError, match="2 samples for 2 pairs"):
+    with pytest.raises(ValueError, match="2 samples for 2 margins"):
         PairDataset.from_arrays(built.arrays() | {"margins": np.zeros(2)}, built.meta())

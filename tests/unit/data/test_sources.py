@@ -85,6 +85,14 @@ def test_a_wrong_column_names_the_flag_the_columns_and_the_near_one(tmp_path, na
         assert told.value.text.splitlines()[1:] == ["Its columns: input, label", "Did you mean input?"]
 
 
+def test_a_column_of_images_may_begin_behind_the_first_rows(tmp_path):
+    file = write_lines(tmp_path / "rows.jsonl", [ROWS[0]] * 150 + [ROWS[0] | {"images": ["x.png"]}])
+    required = {"--data.input_key": "input", "--data.image_key": "images"}
+    check_columns(str(file), flag=FLAG, required_columns=required)
+    with refused(ErrorCode.MISSING_COLUMN, flag="--data.image_key", value="pictures"):
+        check_columns(str(file), flag=FLAG, required_columns=required | {"--data.image_key": "pictures"})
+
+
 def test_values_keep_the_type_and_the_digits_of_the_file(tmp_path):
     rows = [
         {
@@ -399,6 +407,13 @@ def test_a_damaged_saved_dataset_is_named(tmp_path, damage):
         file.write_bytes(content[:50] if damage == "cut" else b"{}")
     with refused(ErrorCode.UNREADABLE, flag=FLAG, value=tmp_path, told="Save the dataset again"):
         load(tmp_path)
+
+
+def test_a_row_function_may_change_its_row(tmp_path):
+    (tmp_path / "own.py").write_text("def own(row):\n    row['input'] += '!'\n    return row\n")
+    given = [dict(ROWS[0])]
+    rows = load_rows(given, flag=FLAG, required_columns={}, row_func=f"{tmp_path}/own.py:own")
+    assert [rows[0]["input"], rows[0]["input"]] == ["a!", "a!"] and given == ROWS[:1]
 
 
 def test_rows_in_memory_are_those_that_were_chosen_and_files_in_them_stay_encoded():
