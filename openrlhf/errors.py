@@ -310,8 +310,11 @@ def counted(count: int, noun: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Returns the first line of an error's message, and the next one behind a colon. The type stands for an
+    empty message, and before a KeyError's, which is a value alone."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return f"KeyError: {text}" if isinstance(error, KeyError) else text
 
 
 def is_first_of_machine() -> bool:

@@ -111,14 +111,6 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         except ValueError as error:
             raise UsageError(ErrorCode.USER_CODE, str(error), flag=flag, value=name) from error
 
-    def __contains__(self, name: object) -> bool:
-        """Tells whether `name` selects a class. Raises UnusableFile if a reference leads to no subclass of
-        `base`."""
-        try:
-            return bool(self[str(name)])
-        except KeyError:
-            return False
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.ours)
 

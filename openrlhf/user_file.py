@@ -118,20 +118,24 @@ def read_sources(place: str) -> dict[str, bytes]:
 
 
 def _beside(path: str) -> dict[str, Path]:
-    """Returns the modules in a file's folder that it imports, directly or through one of them, by name."""
+    """Returns the modules in a file's folder that it imports, directly or through one of them, by name; of a
+    package without an __init__.py the folder."""
     own, found = Path(path).resolve(), {}
     read, known = [own], {own.stem, "openrlhf", *sys.stdlib_module_names}
     for file in read:
         for name in sorted(_imported(file).difference(found, known)):
-            for module in (own.parent / name / "__init__.py", own.with_name(f"{name}.py")):
-                if module.is_file() and name not in found:
-                    found[name] = module
-                    read += _files(module)
+            folder = own.parent / name
+            files = (folder / "__init__.py", own.with_name(f"{name}.py"))
+            module = next(filter(Path.is_file, files), folder)
+            if module is not folder or (folder.is_dir() and not find_source(name)):
+                found[name] = module
+                read += _files(module)
     return found
 
 
 def _files(module: Path) -> list[Path]:
-    return sorted(module.parent.rglob("*.py")) if module.name == "__init__.py" else [module]
+    folder = module.parent if module.name == "__init__.py" else module
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [module]
 
 
 def _imported(file: Path) -> set[str]:

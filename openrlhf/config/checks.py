@@ -151,7 +151,7 @@ def required(config: Any, *keys: str) -> Iterator[Problem]:
 def local_models(config: Any, *keys: str) -> Iterator[Problem]:
     values = flag_values(config)
     for key in keys:
-        for name in (values[key] or "").split(","):
+        for name in split_spec(values[key] or ""):
             if looks_local(name) and not os.path.isdir(name):
                 remedy = "" if unexpanded(name) else "; give the folder of a model, or a name on the hub"
                 text = f"{missing(name, values[key])}{remedy}"
@@ -256,7 +256,7 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
         return
     try:
         num_places = template.format("\0").count("\0")
-    except (KeyError, IndexError, ValueError):
+    except (LookupError, ValueError, AttributeError, TypeError):
         num_places = -1
     text = "must have one {} for the prompt; write every other brace twice: {{ }}"
     if num_places == 0:

@@ -4,22 +4,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from openrlhf.ranges import Range
 from openrlhf.registry import Registry
-
-
-class HasSummary(Protocol):
-    @property
-    def summary(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
     """Values of a flag: the names of a table, whose rows have a summary of each."""
 
-    rows: Mapping[str, HasSummary]
+    rows: Mapping[str, Any]
 
     def __contains__(self, name: str) -> bool:
         return name in self.rows

@@ -66,6 +66,10 @@ class Field:
 PLAIN = (str, int, float, type(None))
 
 
+class Listed(tuple[str, ...]):
+    """The words of a list in YAML: a single one may have commas."""
+
+
 @cache
 def list_flags(config_type: type) -> Mapping[str, Field]:
     """Returns all flags of a configuration class by key, in the order of declaration."""
@@ -146,7 +150,7 @@ def convert(words: Sequence[str], type_: Any) -> Any:
         if len(words) == 1 and words[0] in (word for arg in args[1:] for word in get_args(arg)):
             return words[0]
         return convert(words, next(arg for arg in args if arg is not NoneType))
-    if origin is tuple and len(words) == 1:
+    if origin is tuple and len(words) == 1 and not isinstance(words, Listed):
         words = words[0].split(",")
     if origin is tuple and args[-1] is Ellipsis:
         if not words:

@@ -81,12 +81,14 @@ def _chat_ignored(c: ChatConfig) -> Iterator[checks.IgnoredFlags]:
 def _output(c: BatchInferenceConfig) -> Iterator[Problem]:
     """Checks the file to write and what is written."""
     key, file = "output_path", c.output_path
+    if problem := checks.unexpanded(file):
+        yield Problem(key, problem, ErrorCode.NOT_WRITABLE)
     if os.path.isdir(file):
         yield Problem(key, "is a folder; name a .jsonl file", ErrorCode.NOT_WRITABLE)
     if file and not file.endswith(".jsonl"):
         text = "must end in .jsonl, because commands recognise the format by it"
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
-    if file and os.path.abspath(file) in map(os.path.abspath, c.data.dataset.split(",")):
+    if file and os.path.abspath(file) in map(os.path.abspath, checks.split_spec(c.data.dataset)):
         yield Problem(key, "is the dataset that is read; name another file")
     if c.post_processor and c.task in ("generate", "generate_vllm"):
         text = f"needs rewards, and task {c.task} gives none; use it with --task rm on the answers"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openrlhf.config.checks import first_of_each, local_models, required
+from openrlhf.config.checks import first_of_each, folder_problem, local_models, required
 from openrlhf.config.choices import ParamDtype
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.errors import ErrorCode
@@ -37,8 +37,8 @@ class LoraCombinerConfig:
 
 def _output(config: LoraCombinerConfig) -> Iterator[Problem]:
     key, folder = "output_path", config.output_path
-    if os.path.isfile(folder):
-        yield Problem(key, "is a file; name a folder", ErrorCode.NOT_WRITABLE)
+    if problem := folder_problem(folder):
+        yield Problem(key, problem, ErrorCode.NOT_WRITABLE)
     if os.path.isdir(folder) and os.listdir(folder) and not config.overwrite:
         text = "is not empty, and its model would be overwritten; name a new folder, or use --overwrite"
         yield Problem(key, text, ErrorCode.NOT_WRITABLE)

@@ -18,6 +18,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
 from openrlhf.config.fields import (
     Field,
+    Listed,
     convert,
     find_flag,
     flag_values,
@@ -389,7 +390,7 @@ def _yaml_words(node: Any, is_open: bool) -> Words | None:
     if isinstance(node.value, str):
         return ("None",) if node.tag == "tag:yaml.org,2002:null" else (node.value,)
     if node.id == "sequence" and node.value and all(isinstance(item.value, str) for item in node.value):
-        return tuple(item.value for item in node.value)
+        return Listed(item.value for item in node.value)
     return None
 
 
@@ -518,6 +519,8 @@ def _convert(
         if key not in fields:  # an option, see _read_options
             continue
         try:
+            if fields[key].type is str and setting.words in (("None",), ("null",)):
+                raise ValueError("expects a text; remove it for the default")
             values[key] = convert(setting.words, fields[key].type)
         except ValueError as error:
             words = ("***" if key in SECRETS else word for word in setting.words)

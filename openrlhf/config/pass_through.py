@@ -3,6 +3,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -54,21 +55,21 @@ def unknown_option(flag: str, name: str, known: Iterable[str], problem: str) -> 
 def to_text(name: str, words: Sequence[str]) -> str:
     """Returns the JSON text of a tree with one option. `name`: its dotted name. No word: True; several: a
     list."""
-    values = [_read_value(word) for word in words]
+    values = [read_value(word) for word in words]
     value: Any = True if not values else values[0] if len(values) == 1 else values
     for part in reversed(name.split(".")):
         value = {part: value}
     return json.dumps(value)
 
 
-def _read_value(word: str) -> Any:
-    """Returns the value of a word: JSON, or else a text."""
+def read_value(word: str) -> Any:
+    """Returns the value of a word: JSON, a number such as .5, which JSON lacks, or else a text."""
     if word.lower() in NAMED:
         return NAMED[word.lower()]
     try:
         return json.loads(word)
     except ValueError:
-        return word
+        return float(word) if re.fullmatch(r"[-+]?(\.\d+|\d+\.)", word) else word
 
 
 def yaml_to_json(node: Any) -> str:
@@ -79,6 +80,6 @@ def yaml_to_json(node: Any) -> str:
             return {key.value: convert(value) for key, value in node.value}
         if node.id == "sequence":
             return [convert(item) for item in node.value]
-        return _read_value(node.value or "null") if node.style is None else node.value
+        return read_value(node.value or "null") if node.style is None else node.value
 
     return json.dumps(convert(node))

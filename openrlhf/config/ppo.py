@@ -953,28 +953,18 @@ class PPOConfig(TrainingConfig):
             colocated_with["reward"] = everyone or ("critic" if with_critic else None)
         if self.uses_teacher and self.learns:
             colocated_with["teacher"] = everyone
-        sizes = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "ref": self.ref,
-            "reward": self.reward,
-            "teacher": self.teacher,
-        }
-        return {
-            role: RolePlacement(
-                self._mesh((size := sizes[other or role]).num_nodes * size.num_gpus_per_node), other
-            )
-            for role, other in colocated_with.items()
-        }
+        found = {}
+        for role, other in colocated_with.items():
+            size, ds = getattr(self, other or role), self.ds
+            ranks = size.num_nodes * size.num_gpus_per_node
+            mesh = Mesh.within(ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
+            found[role] = RolePlacement(mesh, other)
+        return found
 
     @property
     def own_placements(self) -> dict[str, int]:
         """Number of ranks of each role with GPUs of its own."""
         return {role: p.mesh.size for role, p in self.placements.items() if p.colocated_with is None}
-
-    def _mesh(self, num_ranks: int) -> Mesh:
-        ds = self.ds
-        return Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
 
     @property
     def num_engines(self) -> int:

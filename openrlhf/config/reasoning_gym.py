@@ -1,12 +1,12 @@
 """Dataset specifications `reasoning_gym:NAME?size=N&seed=S&...`: problems of the package reasoning-gym."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from openrlhf.config.pass_through import read_value
 from openrlhf.errors import ErrorCode, UsageError
 
 PREFIX = "reasoning_gym:"
@@ -49,7 +49,7 @@ def parse_gym(item: str) -> GymSpec:
             raise _invalid(f"{setting!r} is no setting; write {PREFIX}{name}?size=1000&seed=1")
         if key in values:
             raise _invalid(f"{key} is set twice; set it once")
-        values[key] = _value(unquote(value))
+        values[key] = read_value(unquote(value))
     size, seed = values.pop("size", SIZE), values.pop("seed", SEED)
     for key, value, least in (("size", size, 1), ("seed", seed, 0)):
         if type(value) is not int or value < least:
@@ -59,10 +59,3 @@ def parse_gym(item: str) -> GymSpec:
 
 def _invalid(text: str) -> UsageError:
     return UsageError(ErrorCode.INVALID_VALUE, text)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    except ValueError:
-        return text

@@ -13,6 +13,9 @@ from openrlhf.config.inference import InferenceKernelsConfig
 from openrlhf.config.sections import KEY_VARIABLE, HubConfig, TokenizerConfig
 from openrlhf.errors import ErrorCode
 
+IN_ENVIRONMENT = ("True", "true")
+"""Values of api_key that stand for the key in the environment; YAML has the second."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRewardConfig:
@@ -86,7 +89,7 @@ class ServeRMConfig(HubConfig):
     @property
     def key(self) -> str | None:
         """Key that requests must carry; None: none is required."""
-        from_environment = self.api_key in (None, "True")
+        from_environment = self.api_key in (None, *IN_ENVIRONMENT)
         return (os.environ.get(KEY_VARIABLE) if from_environment else self.api_key) or None
 
 
@@ -101,13 +104,13 @@ def _is_loopback(host: str) -> bool:
 
 def _requests(c: ServeRMConfig) -> Iterator[Problem]:
     """Checks who may connect, and the sizes of requests."""
-    if c.api_key == "True" and not c.key:
+    if c.api_key in IN_ENVIRONMENT and not c.key:
         text = f"the environment variable {KEY_VARIABLE} is not set"
         yield Problem("api_key", text, ErrorCode.MISSING_FLAG)
     if c.api_key == "***":
         text = f"*** stands for a key in printed output; use True and set {KEY_VARIABLE}"
         yield Problem("api_key", text, ErrorCode.INVALID_VALUE)
-    if c.api_key not in ("True", "***") and not c.key and not _is_loopback(c.host):
+    if c.api_key not in (*IN_ENVIRONMENT, "***") and not c.key and not _is_loopback(c.host):
         text = f"without a key only this machine may connect; set {KEY_VARIABLE} here and where the rewards "
         yield Problem("host", f"{text}are used, or use 127.0.0.1")
     if c.max_texts > c.max_queue:

@@ -9,7 +9,17 @@ SHORT_FORM = "METHOD:TOKENS, such as ngram:3"
 def parse_speculation(text: str) -> dict[str, Any]:
     """Parses a JSON object (vLLM's `speculative_config`) or METHOD:TOKENS. Raises ValueError with a remedy
     for other texts, and for configurations that change the distribution of samples."""
-    config = _parse_json(text) if text.lstrip().startswith("{") else _parse_short(text)
+    method, _, number = text.partition(":")
+    if text.lstrip().startswith("{"):
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError as error:
+            problem = f"is not a JSON object ({error}); quote it for the shell, or write {SHORT_FORM}"
+            raise ValueError(problem) from None
+    elif method and number.isdecimal():
+        config = {"method": method, "num_speculative_tokens": int(number)}
+    else:
+        raise ValueError(f"is neither a JSON object nor {SHORT_FORM}")
     if not config.keys() & {"method", "model"}:
         raise ValueError(f'names no "method" and no draft "model"; add one, or write {SHORT_FORM}')
     tokens = config.get("num_speculative_tokens")
@@ -23,19 +33,3 @@ def parse_speculation(text: str) -> dict[str, Any]:
             "the policy; remove it"
         )
     return config
-
-
-def _parse_json(text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"is not a JSON object ({error}); quote it for the shell, or write {SHORT_FORM}"
-        ) from None
-
-
-def _parse_short(text: str) -> dict[str, Any]:
-    method, colon, tokens = text.partition(":")
-    if not (method and colon and tokens.isdecimal()):
-        raise ValueError(f"is neither a JSON object nor {SHORT_FORM}")
-    return {"method": method, "num_speculative_tokens": int(tokens)}

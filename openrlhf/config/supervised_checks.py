@@ -15,7 +15,6 @@ from openrlhf.config.supervised import (
     KDModelConfig,
     KTOConfig,
     PRMConfig,
-    RMConfig,
     RMModelConfig,
     SFTConfig,
     SupervisedConfig,
@@ -25,7 +24,7 @@ from openrlhf.mesh import Mesh
 
 
 def sft_problems(config: SFTConfig | KDConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(
+    return supervised_problems(
         config,
         explicit,
         _pretraining(config),
@@ -34,29 +33,27 @@ def sft_problems(config: SFTConfig | KDConfig, explicit: Explicit) -> list[Probl
     )
 
 
-def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit)
-
-
 def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(
+    return supervised_problems(
         config, explicit, checks.required(config, "data.placeholder_token"), _reward_tokens(config)
     )
 
 
 def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, _no_dropout(config))
+    return supervised_problems(config, explicit, _no_dropout(config))
 
 
 def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, _no_dropout(config), _responses(config, explicit))
+    return supervised_problems(config, explicit, _no_dropout(config), _responses(config, explicit))
 
 
 def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
     return [*checks.required(config, "teacher.model_name_or_path"), *sft_problems(config, explicit)]
 
 
-def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Problem]) -> list[Problem]:
+def supervised_problems(
+    config: SupervisedConfig, explicit: Explicit, *own: Iterable[Problem]
+) -> list[Problem]:
     """Lists the problems of the flags that all supervised commands share, and a command's `own` problems."""
     launched = os.environ.get("WORLD_SIZE", "")
     ds, num_ranks = config.ds, max(1, int(launched)) if launched.isdecimal() else 1

@@ -56,7 +56,7 @@ RM = Command(
         "loss": converted("model.loss_type", words_of=_pair_loss),
         **renamed("model: margin_loss=margin_loss_enable compute_fp32_loss=compute_fp32_loss_enable"),
     },
-    problems=supervised_checks.rm_problems,
+    problems=supervised_checks.supervised_problems,
 )
 PRM = Command(
     name="prm",

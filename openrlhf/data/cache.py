@@ -159,9 +159,8 @@ def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> object:
 def _versions() -> Mapping[str, str]:
     """Returns digests and versions of the code that turns rows into tokens."""
     here = Path(__file__).parent
-    code = [
-        path.read_text(encoding="utf-8") for path in [*sorted(here.glob("*.py")), here.parent / "types.py"]
-    ]
+    others = (here.parent / name for name in ("text.py", "types.py"))
+    code = [path.read_text(encoding="utf-8") for path in [*sorted(here.glob("*.py")), *others]]
     return {
         "code": digest(code),
         "tokenizers": version("tokenizers"),

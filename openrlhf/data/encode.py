@@ -113,14 +113,14 @@ class Encoder:
         alone, and no token crosses the border of a span. A text without a chat template begins with the
         tokens that the tokenizer prepends to a text."""
         for block in blocks(texts):
-            for text, (token_ids, learned) in zip(block, self._encode(block), strict=True):
+            encoded = (
+                (_encode_slow(text, self._tokenizer) for text in block)
+                if self._encoder is None
+                else _encode_fast(block, self._tokenizer, self._encoder)
+            )
+            for text, (token_ids, learned) in zip(block, encoded, strict=True):
                 whole = token_ids if text.is_chat else with_first(token_ids, self._first)
                 yield whole, [False] * (len(whole) - len(token_ids)) + learned
-
-    def _encode(self, texts: Sequence[Text]) -> Iterator[Tokens]:
-        if self._encoder is None:
-            return (_encode_slow(text, self._tokenizer) for text in texts)
-        return _encode_fast(texts, self._tokenizer, self._encoder)
 
 
 def blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:

@@ -18,7 +18,8 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
@@ -90,7 +91,7 @@ class Part:
 
     @classmethod
     def from_table(cls, name: str, rows: datasets.Dataset) -> "Part":
-        return cls(name=name, rows=_with_image_files(rows), columns=tuple(rows.column_names))
+        return cls(name=name, rows=_with_encoded_files(rows), columns=tuple(rows.column_names))
 
     @property
     def folder(self) -> Path | None:
@@ -116,23 +117,21 @@ class Part:
         return {kind(value): (i, len(self.rows)) for i, value in islice(values, 1)}
 
 
-def _with_image_files(rows: datasets.Dataset) -> datasets.Dataset:
+def _with_encoded_files(rows: datasets.Dataset) -> datasets.Dataset:
     """Keeps images in their encoded form instead of letting PIL decode them; data/images.py decides which may
-    be opened."""
-    features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
-    if features == rows.features:
-        return rows
-    return datasets.Dataset(
-        rows.data, info=datasets.DatasetInfo(features=features), fingerprint=rows._fingerprint
-    )
+    be opened. Sound and videos, which nothing reads, stay encoded too."""
+    kept = copy(rows)
+    kept._info = rows.info.copy()
+    kept._info.features = datasets.Features(_encoded(rows.features))
+    return kept
 
 
-def _undecoded(feature: Any) -> Any:
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(mode=feature.mode, decode=False)
-    if isinstance(feature, datasets.List):
-        return datasets.List(_undecoded(feature.feature), length=feature.length)
-    return feature
+def _encoded(feature: Any) -> Any:
+    if isinstance(feature, dict):
+        return {name: _encoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_encoded(feature.feature))
+    return replace(feature, decode=False) if getattr(feature, "decode", False) else feature
 
 
 Kinds = dict[str, dict[str, tuple[int, int]]]

@@ -173,7 +173,7 @@ def place_images(messages: Sequence[Message], num_images: int, key: str) -> list
     """Replaces each `IMAGE_TAG` in the messages' texts by `PART`; without any tag the images come before the
     text of the first user message. Raises BadRow if the number of places and of images differ."""
     placed = [_with_parts(message) for message in messages]
-    places = sum(_is_image(part) for message in placed for part in _parts(message.get("content")))
+    places = sum(part.get("type") == "image" for m in placed for part in _parts(m.get("content")))
     if num_images and not places:
         return _before_first_text(placed, num_images)
     if places != num_images:
@@ -196,10 +196,6 @@ def _parts(content: Any) -> list[Any]:
         return content if isinstance(content, list) else []
     texts = filter(None, re.split(f"({IMAGE_TAG})", content))
     return [dict(PART) if text == IMAGE_TAG else {"type": "text", "text": text} for text in texts]
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def _before_first_text(messages: Sequence[Message], num_images: int) -> list[Message]:

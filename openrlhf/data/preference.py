@@ -36,11 +36,6 @@ class PairDataset(TwoSamples[Pair]):
     margins: np.ndarray
     """(pairs,) float32, by how much the chosen score shall exceed the rejected one."""
 
-    def check_labels(self) -> None:
-        super().check_labels()
-        if (count := len(self.sequence_lengths)) != 2 * len(self.margins):
-            raise ValueError(f"{count} samples for {len(self.margins)} pairs")
-
     def item(self, i: int) -> Pair:
         return Pair(
             chosen=self.sample(2 * i),

@@ -53,7 +53,8 @@ def is_url(item: str) -> bool:
 
 def is_saved_dataset(names: Iterable[str]) -> bool:
     """Returns whether a folder with these files was written by `save_to_disk`."""
-    return not {"state.json", "dataset_dict.json"}.isdisjoint(names)
+    found = set(names)
+    return {"state.json", "dataset_info.json"} <= found or "dataset_dict.json" in found
 
 
 def fetched(url: str, flag: str, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[File]:

@@ -5,21 +5,22 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import datasets
 import numpy as np
 from datasets.data_files import FILES_TO_IGNORE
 
-from openrlhf.config.checks import parse_probabilities, split_spec
+from openrlhf.config.checks import missing, parse_probabilities, split_spec
 from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.data.cache import digest, file_digest
-from openrlhf.data.files import ENDINGS, READERS, REMEDY, BadRow, File, Part, Row, has_rows, peek
+from openrlhf.data.files import ENDINGS, PACKED, READERS, REMEDY, BadRow, File, Part, Row, has_rows, peek
 from openrlhf.data.gzipped import unpacked
 from openrlhf.data.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 from openrlhf.data.remote import fetched, is_saved_dataset, is_url
@@ -53,11 +54,6 @@ class Rows:
     def of(cls, rows: Sequence[Row], name: str = "rows") -> "Rows":
         return cls([Part.of(name, rows)], whole_part(0, len(rows)))
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns that at least one row has."""
-        return list(dict.fromkeys(column for part in self._parts for column in part.columns))
-
     def __len__(self) -> int:
         return len(self._index)
 
@@ -68,7 +64,7 @@ class Rows:
         row = self._parts[part].rows[number]
         if isinstance(row, BadRow):
             raise row
-        return row if self._convert is None else self._convert(row)
+        return row if self._convert is None else self._convert(deepcopy(row))  # which may change its row
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -156,6 +152,8 @@ def _note_unread(parts: Sequence[Part], flag: str, required: Mapping[str, str | 
 
 IMPLICIT = ("tools", "datasource")
 """Columns that are read without a flag."""
+MAY_LACK = ("--data.image_key", "--data.tools_key")
+"""Flags of columns that many of the rows may lack."""
 
 
 def check_columns(
@@ -168,10 +166,16 @@ def check_columns(
     row_func: str | None = None,
 ) -> None:
     """Raises what `load_rows` would raise for missing files, splits and columns, reading only the first rows
-    or the schema of each file (a .json list is read whole). Names on the hub are not looked up; URLs are
-    fetched. With `row_func` the columns are those of the first row that it returns."""
-    convert = row_function(row_func)
-    for part in heads(spec, flag, split, lambda file: peek(file, bad_rows)):
+    or the schema of each file (a .json list is read whole, and a file whose first rows lack what `MAY_LACK`
+    names). Names on the hub are not looked up; URLs are fetched. With `row_func` the columns are those of the
+    first row that it returns."""
+    convert, optional = row_function(row_func), {required_columns.get(key) for key in MAY_LACK} - {None}
+
+    def read(file: File) -> Part:
+        part = peek(file, bad_rows)
+        return part if convert or optional <= {*part.columns} else READERS[file.path.suffix](file, bad_rows)
+
+    for part in heads(spec, flag, split, read):
         check_part(part, len(part.columns), flag, {} if convert else required_columns)
         if convert and bad_rows == "error" and (made := _first_made(part, convert, flag)):
             check_part(Part.of(f"a row of {row_func}", [made]), 1, flag, required_columns)
@@ -267,11 +271,7 @@ def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File
     files = [place]
     if place.is_dir() and not is_saved_dataset(path.name for path in place.glob("*")):
         try:
-            names = sorted(
-                str(path.relative_to(place))
-                for path in place.rglob("*")
-                if path.is_file() or (path.is_symlink() and not path.exists())
-            )
+            names = sorted(str(path.relative_to(place)) for path in _files_within(place))
         except OSError as error:
             text = f"the folder cannot be read: {error}.\nName a folder that contains only the data set."
             raise UsageError(ErrorCode.UNREADABLE, text, flag=flag, value=place) from error
@@ -280,6 +280,23 @@ def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File
         text = f"a link to {os.readlink(lost)}, which does not exist. Remove the link, or mend it."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=lost)
     return [File(path, str(path), flag) for path in files]
+
+
+def _files_within(place: Path) -> Iterator[Path]:
+    """Yields the files of a folder and of those in it, also of linked ones, and links to nothing. No folder
+    is read twice."""
+    read: set[str] = set()
+    for folder, folders, names in os.walk(place, onerror=_fail, followlinks=True):
+        if os.path.realpath(folder) in read:  # a link to a folder that holds it
+            folders.clear()
+            continue
+        read.add(os.path.realpath(folder))
+        paths = (Path(folder, name) for name in names)
+        yield from (path for path in paths if path.is_file() or not path.exists())
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
 
 
 def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
@@ -294,7 +311,10 @@ def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: 
             raise _no_split(place, split, {name for name in splits.values() if name}, flag)
         files = [name for name in files if splits[name] == split]
     _note_missing(files, f"{flag} {place}")
-    return files
+    if twice := sorted({f"{name}{PACKED}" for name in files}.intersection(files)):
+        known = twice[0].removesuffix(PACKED)
+        notify_once(f"note: {flag} {place}: {', '.join(twice)}: not read, because {known} is there, unpacked")
+    return [name for name in files if name not in twice]
 
 
 def _note_missing(names: Sequence[str], place: str) -> None:
@@ -336,17 +356,8 @@ def _find(item: str, flag: str) -> Path | None:
     if os.path.exists(place):
         return place
     if has_rows(place) or item.startswith((".", "/", "~")) or os.path.exists(base):
-        raise error(ErrorCode.NOT_FOUND, f"there is no such file or folder.{_near_names(place)}")
+        raise error(ErrorCode.NOT_FOUND, missing(str(place), item))
     return None
-
-
-def _near_names(place: Path) -> str:
-    if not place.parent.is_dir():
-        return f"\nThe folder {place.parent} does not exist either."
-    names = difflib.get_close_matches(
-        place.name, [entry.name for entry in place.parent.iterdir()], n=3, cutoff=0.5
-    )
-    return f"\nSimilar names in {place.parent}: {', '.join(names)}" if names else ""
 
 
 def _read_hub(item: str, split: str, flag: str) -> Part:
@@ -354,13 +365,17 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
     try:
         return Part.from_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        text = f"not found on this machine or on the hub: {first_line(error)}{_near_names(Path(name))}"
+        text = f"not found on the hub: {first_line(error)}\nAs a path it {missing(name, name)}."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=item) from error
 
 
 def _read_saved(folder: File, split: str) -> Part:
     """Reads a folder that `save_to_disk` wrote, memory-mapped."""
-    saved = datasets.load_from_disk(str(folder.path))
+    try:
+        saved = datasets.load_from_disk(str(folder.path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"a damaged folder of `save_to_disk`: {first_line(error)}\nSave the dataset again."
+        raise folder.error(ErrorCode.UNREADABLE, text) from error
     if isinstance(saved, datasets.Dataset):
         return Part.from_table(folder.name, saved)
     if split not in saved:
@@ -374,11 +389,12 @@ def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> Us
 
 
 def _split_in_name(name: str, wanted: str) -> str | None:
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return next((word for word in words if word in {wanted, *_SPLIT_WORDS}), None)
+    splits = "|".join(map(re.escape, (wanted, *_SPLIT_WORDS)))
+    found = re.search(rf"(?<![a-z0-9])({splits})(?![a-z0-9])", name, re.IGNORECASE)
+    return wanted if found and found[1].lower() == wanted.lower() else found and found[1].lower()
 
 
-_SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+_SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def check_part(part: Part, size: int, flag: str, required: Mapping[str, str | None]) -> None:

@@ -189,8 +189,10 @@ class TwoSamples(Samples[ItemT]):
     """(items, 2) float32, summed log-probs of both samples under the reference model, where known."""
 
     def check_labels(self) -> None:
-        if self.ref_log_probs is not None and self.ref_log_probs.shape != (len(self), 2):
-            raise ValueError(f"reference log-probs {self.ref_log_probs.shape} for {len(self)} items of two")
+        for name in self.LABELS:
+            labels, count = getattr(self, name), len(self.sequence_lengths)
+            if labels is not None and 2 * len(labels) != count:
+                raise ValueError(f"{count} samples for {len(labels)} {name}, one for each two")
 
     def with_reference(self, log_probs: np.ndarray) -> Self:
         """Returns a copy with reference log-probs. log_probs: (items, 2) summed log-probs under the reference

@@ -27,11 +27,6 @@ class UnpairedDataset(TwoSamples[UnpairedExample]):
     desirable: np.ndarray
     """(answers,) bool, True for good answers."""
 
-    def check_labels(self) -> None:
-        super().check_labels()
-        if (count := len(self.sequence_lengths)) != 2 * len(self.desirable):
-            raise ValueError(f"{count} samples for {len(self.desirable)} answers")
-
     def item(self, i: int) -> UnpairedExample:
         return UnpairedExample(
             sample=self.sample(2 * i),

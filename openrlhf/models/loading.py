@@ -8,13 +8,16 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -113,8 +116,10 @@ def apply_kwargs(
     config: PreTrainedConfig, model_kwargs: Mapping[str, Any], path: str, flag: str
 ) -> dict[str, Any]:
     """Sets attributes of a model's configuration, and returns the other options of `from_pretrained`. Raises
-    UsageError for a name that is neither. `flag`: the flag that names the model."""
+    UsageError for a name that is neither, and for a value that the attribute cannot have. `flag`: the flag
+    that names the model."""
     others: dict[str, Any] = {}
+    key = flag.replace("model_name_or_path", "model_kwargs")
     for name, value in model_kwargs.items():
         if name in LOADING_KWARGS:
             others[name] = value
@@ -123,12 +128,15 @@ def apply_kwargs(
             near = difflib.get_close_matches(name, [*config.to_dict(), *LOADING_KWARGS], n=1)
             text = f"neither the configuration of {path} nor from_pretrained has {name}; "
             text += f"did you mean {near[0]}?" if near else "remove it"
-            key = flag.replace("model_name_or_path", "model_kwargs")
             raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=key, value=name)
-        if isinstance(inner := getattr(config, name), PreTrainedConfig):
-            apply_kwargs(inner, value, path, flag)
-        else:
-            setattr(config, name, value)
+        try:
+            if isinstance(inner := getattr(config, name), PreTrainedConfig):
+                apply_kwargs(inner, value, path, flag)
+            else:
+                setattr(config, name, value)
+        except (AttributeError, StrictDataclassError) as error:
+            text = f"cannot be {value!r}: {first_line(error)}"
+            raise UsageError(ErrorCode.INVALID_VALUE, text, flag=f"{key}.{name}") from error
     return others
 
 
@@ -137,8 +145,12 @@ def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     config = load_config(path, flag)
     check_class(auto_class, config, path, flag)
-    with loading("model", path, flag, (RuntimeError,)), torch.device("meta"):
-        return auto_class.from_config(config, trust_remote_code=False)
+    return _built(auto_class, config, path, flag)
+
+
+def _built(auto_class: Any, config: PreTrainedConfig, path: str, flag: str) -> PreTrainedModel:
+    with loading("model with this config.json", path, flag), torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 
 def load_generator(
@@ -148,21 +160,31 @@ def load_generator(
     `attention` auto: transformers' default."""
     config = load_config(path, flag)
     check_class(AutoModelForCausalLM, config, path, flag)
-    with loading("weights", path, errors=OF_FILES):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            model_folder(path, weights=True),
-            config=config,
-            trust_remote_code=False,
-            output_loading_info=True,
-            dtype=DTYPES[dtype],
-            attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
-            ignore_mismatched_sizes=True,  # `check_loaded` refuses them
-            **(nf4(dtype, config) if in_4bit else {}),
-        )
+    name = None if attention == "auto" or lacks_its_kernel(attention) else attention
+    model, info = _from_files(AutoModelForCausalLM, config, path, dtype, in_4bit, attn_implementation=name)
     check_loaded(info, path, flag)
-    keep_nf4(model)
     fix_frequencies(model, max_len)
     return model
+
+
+def _from_files(
+    auto_class: Any, config: PreTrainedConfig, path: str, dtype: str | None, in_4bit: bool, **options: Any
+) -> tuple[Any, dict]:
+    """Returns the model and transformers' loading info. Weights of other sizes than those of the model are
+    left to `check_loaded`."""
+    options |= nf4(dtype, config) if in_4bit else {}
+    with loading("weights", path, errors=OF_FILES):
+        model, info = auto_class.from_pretrained(
+            model_folder(path, weights=True),
+            config=config,
+            dtype=DTYPES[dtype],
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    keep_nf4(model)
+    return model, info
 
 
 def load_for_rows(
@@ -190,19 +212,9 @@ def load_for_rows(
     name = resolve_attention(attention, config)
     takes_it = name != PACKED or _takes_attention(auto_class, config)
     options |= {} if experts is None else {"experts_implementation": experts}
-    options |= nf4(dtype, config) if in_4bit else {}
+    options["attn_implementation"] = of_text(name, config) if takes_it else None
     may_differ = options.pop("ignore_mismatched_sizes", False)
-    with loading("weights", path, errors=OF_FILES):
-        model, info = auto_class.from_pretrained(
-            model_folder(path, weights=True),
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=of_text(name, config) if takes_it else None,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` refuses them
-            **options,
-        )
+    model, info = _from_files(auto_class, config, path, dtype, in_4bit, **options)
     if may_differ:
         info["mismatched_keys"] = []
     layout = get_row_layout(model)
@@ -211,7 +223,6 @@ def load_for_rows(
     if model.dtype == torch.bfloat16 and _emulates_bf16():
         device = torch.cuda.get_device_name()
         logger.warning("a %s only emulates bf16, slowly; --ds.param_dtype fp16 is its own type", device)
-    keep_nf4(model)
     fix_frequencies(model, max_len)
     forget_unused_conversions(model)
     untie_config(model, path)
@@ -371,10 +382,14 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ids, path = {tokenizer.eos_token_id}, model_folder(path)
     if os.path.exists(os.path.join(path, GENERATION)) or not os.path.exists(path):
         try:
-            more = GenerationConfig.from_pretrained(path).eos_token_id
+            found = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:  # a hub model without a generation config
-            more = None
-        ids |= {more} if isinstance(more, int) else set(more or ())
+            found = None
+        more = found if isinstance(found, list) else [found]
+        if any(type(token) not in (int, NoneType) for token in more):
+            text = f"{GENERATION} has eos_token_id {found!r}. Write the number of the token there, or a list."
+            raise UsageError(ErrorCode.INVALID_MODEL, text, value=path)
+        ids.update(more)
     return sorted(ids - {None})
 
 
@@ -464,11 +479,14 @@ def check_same_vocabulary(
 
 
 def check_model(path: str, flag: str) -> None:
-    """Raises UsageError if `path` has no model configuration, if the model is quantized, or if one of its
-    files is damaged. Prints a note on tokens without an embedding. Loads no weights."""
+    """Raises UsageError if `path` has no configuration of a model that can be built, if the model is
+    quantized, or if one of its files is damaged. Prints a note on tokens without an embedding. Loads no
+    weights."""
     if os.path.isdir(path):
         check_weight_files(path, flag)
     config = load_unquantized(path, flag)
+    if type(config) in AutoModel._model_mapping:
+        _built(AutoModel, config, path, flag)
     if any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
         note_missing_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
 
@@ -518,7 +536,7 @@ def find_max_length(model_config: PreTrainedConfig) -> int | None:
     for rope in [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]:
         if rope.get("rope_type") in STRETCHED and not config.model_type.startswith("gemma3"):
             original = rope.get("original_max_position_embeddings") or limit
-            room = max(room, int(original * (rope.get("factor") or 1)))
+            room = max(room, int(float(original) * float(rope.get("factor") or 1)))
     return room or None
 
 
@@ -569,7 +587,8 @@ def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
 
 
 OF_FILES = (ImportError, OSError, SafetensorError, pickle.UnpicklingError)
-"""Errors of files of weights, and of packages that their format needs."""
+OF_FILES += (LookupError, AssertionError, ArithmeticError)
+"""Errors of files of weights, of packages that their format needs, and of values in config.json."""
 
 
 @contextmanager
@@ -581,9 +600,10 @@ def loading(
         yield
     except errors as error:
         code = ErrorCode.INVALID_MODEL if os.path.exists(path) else ErrorCode.NOT_FOUND
+        remedy = "Correct its files, or name" if code is ErrorCode.INVALID_MODEL else "Name"
         text = (
             f"no {what} could be loaded from it: {first_line(error)}\n"
-            "Name a folder with config.json, weights and tokenizer, or a model on the hub."
+            f"{remedy} a folder with config.json, weights and tokenizer, or a model on the hub."
         )
         raise UsageError(code, text, flag=flag, value=path) from error
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, checkpoint_tensors, head_name
-from openrlhf.models.loading import load_config
+from openrlhf.models.loading import without_weights
 from openrlhf.models.policy import get_head
 from openrlhf.models.tensor_parallel import laid_out_as, whole, whole_shape
 from openrlhf.models.vision import is_frozen
@@ -181,9 +181,7 @@ def fill_randomly(adapters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -
 def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
     """Returns the last part of the names of layers that get an adapter in the language model at `path`.
     Raises UsageError for a name of `lora.target_modules` that matches no layer."""
-    config = load_config(path, flag)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model = without_weights(path, flag, images=False)
     return tuple(sorted({name.rpartition(".")[2] for name in _targets(model, lora.target_modules)}))
 
 

@@ -26,13 +26,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from openrlhf.algorithms.logprobs import SharedVocabulary
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.collectives import differentiable, joined, own_part, replicated, summed
-from openrlhf.models.loading import load_config
+from openrlhf.models.loading import load_config, without_weights
 from openrlhf.models.policy import LogProbHead
 
 WRONG_PLANS = {
@@ -76,11 +76,8 @@ def check_planned(model: PreTrainedModel, size: int) -> None:
 def check_tensor_parallel(path: str, flag: str, size: int) -> None:
     """Raises UsageError if the matrices of the model at `path` cannot be sharded over `size` ranks. Loads no
     weights."""
-    config = load_config(path, flag)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return  # loading the model reports the error
-    with torch.device("meta"):
-        check_planned(AutoModelForCausalLM.from_config(config, trust_remote_code=False), size)
+    if type(load_config(path, flag)) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else loading it reports the error
+        check_planned(without_weights(path, flag, images=False), size)
 
 
 def why_not(model: PreTrainedModel, size: int) -> str:

@@ -244,9 +244,12 @@ def test_modules_beside_a_file_are_imported_from_any_folder(tmp_path, monkeypatc
 
 
 @pytest.mark.processes
-def test_modules_beside_a_file_go_with_it_to_other_machines(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_package", [True, False])
+def test_modules_beside_a_file_go_with_it_to_other_machines(tmp_path, monkeypatch, is_package):
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     path = written(tmp_path / "here", BESIDE) / "mine.py"
+    if not is_package:
+        (path.parent / "parts" / "__init__.py").unlink()
     files, before = UserFiles.of(str(path)), plugins.digest(str(path))
     assert files.here(str(path)) == str(path)
     (path.parent / "unused.py").unlink()

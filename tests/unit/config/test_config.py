@@ -222,6 +222,9 @@ def test_paths_with_commas_and_ats(say, tmp_path):
     (tmp_path / "d").mkdir()
     config, lines = say(SFT, "--data.dataset ./a,b@c.jsonl,.@d --data.dataset_probs 0.5,0.5")
     assert config is not None, lines
+    (tmp_path / "x,y").mkdir()
+    config, lines = say(SFT, f"--model.model_name_or_path {tmp_path}/x,y")
+    assert config is not None, lines
 
 
 # ---- what follows from several flags

@@ -47,7 +47,9 @@ def test_every_way_to_write_options_gives_the_same(tmp_path):
 def test_values_are_json_or_text():
     start = "--vllm.engine_args."
     words = (f"{start}a", f"{start}b", "false", f"{start}c", "1e-3", f"{start}d", "x", "2", f"{start}e=None")
-    assert parsed(*words).vllm.engine_args == {"a": True, "b": False, "c": 1e-3, "d": ["x", 2], "e": None}
+    words += (f"{start}f", ".5", f"{start}g", "-1.")
+    expected = {"a": True, "b": False, "c": 1e-3, "d": ["x", 2], "e": None, "f": 0.5, "g": -1.0}
+    assert parsed(*words).vllm.engine_args == expected
 
 
 def test_later_options_win_one_by_one(tmp_path):

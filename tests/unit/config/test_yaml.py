@@ -72,6 +72,20 @@ def test_an_empty_value_of_a_file_is_none(say, tmp_path, null):
     assert say(PPO, "--config a.yaml b.yaml")[0].data.input_template is None
 
 
+def test_an_empty_value_is_no_text_of_four_letters(say, tmp_path):
+    (tmp_path / "a.yaml").write_text("ckpt:\n  output_dir:\n")
+    (found,) = printed("\n".join(say(SFT, "--config a.yaml")[1]))
+    assert (found.place, found.text.partition(": ")[0]) == ("a.yaml:2", "ckpt.output_dir None")
+
+
+def test_a_text_in_a_list_keeps_its_commas(say, tmp_path):
+    (tmp_path / "a.yaml").write_text('rollout: {stop: ["a, b"]}\n')
+    config, _ = say(PPO, "--config a.yaml")
+    assert config.rollout.stop == ("a, b",)
+    (tmp_path / "b.yaml").write_text(to_yaml(config))
+    assert say(PPO, "--config b.yaml")[0].rollout.stop == ("a, b",)
+
+
 def test_everything_wrong_in_a_file_is_listed_with_its_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text(

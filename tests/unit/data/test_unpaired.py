@@ -249,5 +249,5 @@ def test_a_kept_dataset_reads_the_same(tmp_path):
     assert isinstance(kept.desirable, np.memmap)
     assert [texts(example) for example in kept] == [texts(example) for example in built]
     assert [example.desirable for example in kept] == [True, False]
-    with pytest.raises(ValueError, match="4 samples for 3 answers"):
+    with pytest.raises(ValueError, match="4 samples for 3 desirable"):
         UnpairedDataset.from_arrays(built.arrays() | {"desirable": np.ones(3, dtype=bool)}, built.meta())

@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_generator, load_tokenizer
+from openrlhf.models.loading import (
+    check_model,
+    load_causal_lm,
+    load_config,
+    load_generator,
+    load_tokenizer,
+    stop_token_ids,
+)
 from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.models.sizes import model_size
@@ -223,6 +230,32 @@ def test_a_size_that_no_memory_has(tmp_path: Path) -> None:
     model = changed(tmp_path, "config.json", hidden_size=1 << 40, intermediate_size=1 << 40)
     with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model):
         model_size(model, FLAG)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("pad_token_id", 10**6, "Padding_idx"),
+        ("rope_parameters", {"rope_type": "xyz", "rope_theta": 1e4}, "'xyz'"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}, "'str'"),
+        ("num_attention_heads", 0, "zero"),
+        ("hidden_size", "96", "expected int, got str (value: '96')"),
+        ("eos_token_id", "2", "expected int, got str (value: '2'"),
+    ],
+)
+def test_a_value_of_which_no_model_is_built(tmp_path: Path, name: str, value: object, told: str) -> None:
+    model = changed(tmp_path, "config.json", **{name: value})
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model, told=(told, "Correct its files")) as error:
+        check_model(model, FLAG)
+    assert "config" in error.value.text.partition("\n")[0]
+
+
+@pytest.mark.parametrize("value", ["</s>", ["2"], 2.0, True])
+def test_an_end_of_an_answer_is_the_number_of_a_token(tmp_path: Path, value: object) -> None:
+    model = changed(tmp_path, "config.json")
+    Path(model, "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with refused(ErrorCode.INVALID_MODEL, value=model, told=("generation_config.json", repr(value))):
+        stop_token_ids(model, load_tokenizer(model, flag=FLAG))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])

@@ -33,9 +33,11 @@ def test_a_reference_has_those_of_the_model_that_learns() -> None:
     assert model_kwargs(config, REF_FLAG) == {"attention_dropout": 0.5}
 
 
-def test_a_name_that_the_model_does_not_have_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+def test_what_the_model_cannot_have_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     path = str(tiny_chat_model(tmp_path))
     expected = {"flag": "--actor.model_kwargs", "value": "atention_dropout"}
     with refused(ErrorCode.UNKNOWN_FLAG, **expected, told="did you mean attention_dropout?"):
         check_loadable(run_with(atention_dropout=0.5), path, ACTOR_FLAG)
     check_loadable(run_with(attention_dropout=0.5), path, ACTOR_FLAG)
+    with refused(ErrorCode.INVALID_VALUE, flag="--actor.model_kwargs.attention_dropout", told="'high'"):
+        check_loadable(run_with(attention_dropout="high"), path, ACTOR_FLAG)

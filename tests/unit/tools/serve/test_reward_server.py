@@ -81,7 +81,7 @@ def test_where_a_key_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config_of("--host", "0.0.0.0", "--api_key", "abc").key == "abc"
     monkeypatch.setenv(KEY_VARIABLE, "def")
     assert config_of("--host", "0.0.0.0").key == "def"
-    assert config_of("--api_key", "True").key == "def"
+    assert config_of("--api_key", "True").key == config_of("--api_key", "true").key == "def"
     assert config_of("--api_key", "abc").key == "abc"
 
 
