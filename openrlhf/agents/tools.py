@@ -150,7 +150,7 @@ class ToolAgentExecutor(SessionExecutor, ABC):
             ending = await self._converse(session(), toolbox, messages)
             if ending == "abort":
                 return {"reward": None}
-            result = await self.reward(prompt, label, messages)
+            result = await called(partial(self.reward, prompt, label, messages))
         result = result if isinstance(result, dict) else {"reward": result}
         logs = {"tool_calls": toolbox.num_calls, "tool_errors": toolbox.num_errors}
         logs |= result.get("extra_logs") or {}
