@@ -43,15 +43,7 @@ logger = logging.getLogger(__name__)
 MODEL = "policy"
 CONNECTION_BACKLOG = 4096
 """Backlog of the server's socket: episodes that may connect at the same time."""
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-)
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
 """Request fields that the run's flags override: training needs log-probs of the distribution that was sampled
 from."""
 
@@ -86,8 +78,8 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
 
     @abstractmethod
     async def run_agent(self, prompt: str, label: Any, session: "Session") -> Any:
-        """Runs one episode. Returns the reward, or a dictionary with `reward` and optionally `scores` and
-        `extra_logs`, see AgentExecutorBase."""
+        """Runs one episode, in a thread if it is not `async`. Returns the reward, or a dictionary with
+        `reward` and optionally `scores` and `extra_logs`, see AgentExecutorBase."""
 
     async def execute(
         self,

@@ -135,7 +135,8 @@ class ToolAgentExecutor(SessionExecutor, ABC):
     async def reward(self, prompt: str, label: Any, messages: Sequence[Message]) -> Any:
         """Returns the episode's reward: a number, or a dictionary with `reward` and optionally `scores`,
         `extra_logs` and `extra_texts`, see AgentExecutorBase. `messages`: the whole conversation in OpenAI's
-        format. The last message is an answer without calls, unless a limit ended the episode."""
+        format. The last message is an answer without calls, unless a limit ended the episode. A method that
+        is not `async` runs in a thread."""
 
     def messages(self, prompt: str, label: Any) -> list[Message]:
         """Returns the messages that the policy reads first."""

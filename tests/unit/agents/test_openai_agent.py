@@ -65,7 +65,8 @@ def episodes(
         def __init__(self) -> None:
             super().__init__(tool_parser=parser)
 
-        def run_agent(self, prompt, label, session):  # need not be async
+        # Need not be async.
+        def run_agent(self, prompt, label, session):  # pyrefly: ignore[bad-override]
             return agent(prompt, label, session)
 
     engine = Engine(*map(tokens, answers))

@@ -198,6 +198,11 @@ def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path, monkeypatch, 
     tracker.close()
     assert read_metrics(tmp_path / "m.jsonl") == {step: {"loss": step} for step in range(6)}
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 6
+    free[0], full = 0, JsonlTracker(tmp_path / "full.jsonl")
+    for step in range(2):
+        full.log(step, {"loss": step})
+    full.close()
+    assert caplog.messages[-1].endswith("full.jsonl lacks the last 2 rows")
 
 
 def test_a_built_in_tracker_that_does_not_open_is_left_out(tmp_path, monkeypatch, caplog):
