@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from openrlhf.agents.base import AgentExecutorBase, Engine, unproxied
+from openrlhf.agents.base import AgentExecutorBase, Engine, called, unproxied
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
 from openrlhf.agents.wire import TEXT_ALONE, BadRequest, Object, Wire, as_event, openai_error, refuse
 from openrlhf.completions import Completion, SamplingParams
@@ -43,15 +43,7 @@ logger = logging.getLogger(__name__)
 MODEL = "policy"
 CONNECTION_BACKLOG = 4096
 """Backlog of the server's socket: episodes that may connect at the same time."""
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-)
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
 """Request fields that the run's flags override: training needs log-probs of the distribution that was sampled
 from."""
 
@@ -86,8 +78,8 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
 
     @abstractmethod
     async def run_agent(self, prompt: str, label: Any, session: "Session") -> Any:
-        """Runs one episode. Returns the reward, or a dictionary with `reward` and optionally `scores` and
-        `extra_logs`, see AgentExecutorBase."""
+        """Runs one episode, in a thread if it is not `async`. Returns the reward, or a dictionary with
+        `reward` and optionally `scores` and `extra_logs`, see AgentExecutorBase."""
 
     async def execute(
         self,
@@ -103,7 +95,7 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         limits = max_length, self.tool_parser, max_turns
         session = Session(llm_engine, hf_tokenizer, sampling_params, *limits)
         async with self._server.serving(session):
-            result = await self.run_agent(prompt, label, session)
+            result = await called(partial(self.run_agent, prompt, label, session))
         return result if isinstance(result, dict) else {"reward": result}
 
 
@@ -144,9 +136,7 @@ class Session:
     @cached_property
     def client(self) -> "AsyncOpenAI":
         openai = _library()
-        plain = openai.DefaultAsyncHttpxClient(
-            verify=False
-        )  # no TLS is used, and loading certificates takes 20 ms
+        plain = openai.DefaultAsyncHttpxClient(verify=False)  # no TLS: loading certificates takes 20 ms
         options: Any = {"http_client": plain, "max_retries": 0, "timeout": None}  # episodes have limits
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
@@ -475,7 +465,7 @@ def _read(wire: Wire, body: dict) -> dict:
         raise BadRequest(f"the request does not have the form of this API: {error!r}") from error
 
 
-def _chunks(answer: dict, with_usage: bool) -> Iterator[dict]:
+def _events(request: Object, answer: dict) -> Iterator[dict]:
     """Yields a complete answer as the chunks of a streamed response: the engine returns answers as a
     whole."""
     common = {k: answer[k] for k in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
@@ -490,12 +480,8 @@ def _chunks(answer: dict, with_usage: bool) -> Iterator[dict]:
             message["tool_calls"] = [call | {"index": i} for i, call in enumerate(calls)]
         yield chunk(choice, message)
         yield chunk(choice, {}, choice["finish_reason"])
-    if with_usage:
+    if (request.get("stream_options") or {}).get("include_usage"):
         yield common | {"choices": [], "usage": answer["usage"]}
-
-
-def _events(request: Object, answer: dict) -> Iterator[dict]:
-    return _chunks(answer, bool((request.get("stream_options") or {}).get("include_usage")))
 
 
 CHAT = Wire(

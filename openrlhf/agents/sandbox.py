@@ -181,7 +181,7 @@ def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
                 process.send_signal(signal.SIGTERM)  # no effect on a process that has ended
     exit_code = _exit_code(report_text.splitlines(), stderr)
     return SandboxResult(
-        status=stopped or _status(exit_code),
+        status=stopped or ("ok" if exit_code == 0 else "error" if exit_code > 0 else "killed"),
         exit_code=None if stopped else exit_code,
         stdout=stdout,
         stderr=stderr,
@@ -222,9 +222,3 @@ def _exit_code(lines: Sequence[str], stderr: str) -> int:
     for problem in nothing + [line.removeprefix("refused ") for line in lines if line.startswith("refused ")]:
         raise SandboxUnavailable(f"{problem}. {REMEDY}")
     return int(lines[1]) if len(lines) > 1 else -signal.SIGKILL
-
-
-def _status(exit_code: int) -> Status:
-    if exit_code == 0:
-        return "ok"
-    return "error" if exit_code > 0 else "killed"

@@ -135,7 +135,8 @@ class ToolAgentExecutor(SessionExecutor, ABC):
     async def reward(self, prompt: str, label: Any, messages: Sequence[Message]) -> Any:
         """Returns the episode's reward: a number, or a dictionary with `reward` and optionally `scores`,
         `extra_logs` and `extra_texts`, see AgentExecutorBase. `messages`: the whole conversation in OpenAI's
-        format. The last message is an answer without calls, unless a limit ended the episode."""
+        format. The last message is an answer without calls, unless a limit ended the episode. A method that
+        is not `async` runs in a thread."""
 
     def messages(self, prompt: str, label: Any) -> list[Message]:
         """Returns the messages that the policy reads first."""
@@ -150,7 +151,7 @@ class ToolAgentExecutor(SessionExecutor, ABC):
             ending = await self._converse(session(), toolbox, messages)
             if ending == "abort":
                 return {"reward": None}
-            result = await self.reward(prompt, label, messages)
+            result = await called(partial(self.reward, prompt, label, messages))
         result = result if isinstance(result, dict) else {"reward": result}
         logs = {"tool_calls": toolbox.num_calls, "tool_errors": toolbox.num_errors}
         logs |= result.get("extra_logs") or {}

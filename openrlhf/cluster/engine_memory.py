@@ -40,21 +40,14 @@ class EngineMemory:
         """True while engines can generate."""
         return self.awake == set(EVERYTHING)
 
-    def wake(self) -> None:
-        """Wakes weights and KV cache, for generation."""
-        self._wake(EVERYTHING)
-
-    def wake_for_sync(self) -> None:
-        """Wakes only the weights, for a weight sync."""
-        self._wake(("weights",))
-
     def sleep(self) -> None:
         """Frees the GPU memory of all engines, which must be idle."""
         if self.sleeps and self.awake:
             self.call("sleep").result()  # bounded: by watchdog.py
             self.awake = set()
 
-    def _wake(self, tags: Sequence[str]) -> None:
+    def wake(self, tags: Sequence[str] = EVERYTHING) -> None:
+        """Wakes weights and KV cache, for generation. A weight sync needs the weights alone."""
         missing = [tag for tag in tags if tag not in self.awake]
         if self.sleeps and missing:
             self.call("wake", missing).result()  # bounded: by watchdog.py

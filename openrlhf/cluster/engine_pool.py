@@ -239,7 +239,7 @@ class EnginePool:
         an engine died meanwhile, or if there is none."""
         new = self.engines.started()
         numbers = sorted([*self.engines.serving, *new])
-        self.memory.wake_for_sync()
+        self.memory.wake(["weights"])
         is_due = self.config.engines_sleep or self.num_syncs % self.config.vllm.sync_check_steps == 0
         if not numbers or not self._send(policy, version, numbers, is_due=is_due):
             return False

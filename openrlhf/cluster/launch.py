@@ -288,9 +288,8 @@ def _is_alive(address: str) -> bool:
 
 
 def _ask(address: str) -> grpc.StatusCode:
-    with closing(
-        init_grpc_channel(address, GLOBAL_GRPC_OPTIONS)
-    ) as channel:  # bypasses proxies, like Ray's own channels
+    channel = init_grpc_channel(address, GLOBAL_GRPC_OPTIONS)  # bypasses proxies, like Ray's own channels
+    with closing(channel):
         request = gcs_service_pb2.CheckAliveRequest()  # pyrefly: ignore[missing-attribute]  made when imported
         try:
             NodeInfoGcsServiceStub(channel).CheckAlive(request, timeout=ANSWER_SECONDS)

@@ -91,8 +91,10 @@ class Roles:
             if role == ENGINES and not starting:
                 self.rollout.give_up(index, member, reason)
                 return
-            notify(f"{reason}.\nThe run ends. Stacks of all processes: {watchdog.write_stacks()}")
-            ray.kill(member)
+            try:
+                notify(f"{reason}.\nThe run ends. Stacks of all processes: {watchdog.write_stacks()}")
+            finally:  # also on a full disk
+                ray.kill(member)
 
         engines, ranks = config.rollout.engine_timeout, config.train.rank_timeout
         limits = lambda role: engines if role == ENGINES and not starting else ranks

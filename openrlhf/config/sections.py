@@ -505,7 +505,7 @@ class LoggerConfig:
     """Metrics, and where they go."""
 
     logging_steps: Count = 1
-    """Log metrics every N steps."""
+    """Log metrics every N steps, and at evaluations."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard, whose files go to `{tensorboard_dir}/{run_name}`. None: off."""
     wandb: WandbConfig = WandbConfig()

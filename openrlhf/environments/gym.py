@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from openrlhf.api import ErrorCode, Session, SessionExecutor, UsageError, call_in_time
@@ -45,11 +46,8 @@ class GymExecutor(SessionExecutor, ABC):
         or the environment truncates it."""
         talk = Conversation(session())
         seed = self.seed(label)
-        own = GlobalRandom(seed).within if self.draws_globally else lambda method: method
-
-        def call(method: Callable, *arguments: Any, **options: Any) -> Any:
-            return call_in_time(own(method), *arguments, seconds=step_timeout, **options)
-
+        call = GlobalRandom(seed).call if self.draws_globally else call_in_time
+        call = partial(call, seconds=step_timeout)
         environment = await call(self.make, prompt, label)
         rewards, terminated, truncated = [], False, False
         try:
@@ -59,7 +57,7 @@ class GymExecutor(SessionExecutor, ABC):
                 rewards.append(float(reward))
         finally:
             if close := getattr(environment, "close", None):
-                await call_in_time(close, seconds=None)
+                await call_in_time(close, seconds=step_timeout)
         return {
             "reward": sum(rewards),
             "turn_rewards": rewards,

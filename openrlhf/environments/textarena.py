@@ -1,9 +1,10 @@
 """Games of TextArena, played by the policy alone, against an opponent, or against itself."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from openrlhf.api import ErrorCode, RunError, Session, SessionExecutor, call_in_time
+from openrlhf.api import ErrorCode, RunError, Session, SessionExecutor
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.gym import parse_seed
 from openrlhf.environments.packages import package
@@ -36,12 +37,8 @@ class TextArenaExecutor(SessionExecutor):
         """Runs one game with the limits of GymExecutor. Raises RunError if the game ends before the trained
         player has moved."""
         seed = parse_seed(label)
-        own, trained = GlobalRandom(seed), seed % self.num_players
+        call, trained = partial(GlobalRandom(seed).call, seconds=step_timeout), seed % self.num_players
         talks = [Conversation(session()) for _ in range(self.num_players)]
-
-        async def call(method: Callable, *arguments: Any) -> Any:
-            return await call_in_time(own.within(method), *arguments, seconds=step_timeout)
-
         game = await call(Game, prompt, self.num_players, seed, self.options)
         while not game.is_over:
             player, text = await call(game.look)

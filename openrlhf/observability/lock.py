@@ -44,13 +44,10 @@ def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
             return
         try:
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}, since {_now()}\n")
+            since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+            file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n")
             file.flush()
             yield
         finally:
             # Closing the file would not release the lock if a forked process still has it open.
             fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _now() -> str:
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"

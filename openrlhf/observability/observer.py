@@ -7,10 +7,10 @@ from typing import Any, Self
 
 from openrlhf.config.parse import to_yaml
 from openrlhf.config.sections import LoggerConfig, TrainingConfig, is_due
-from openrlhf.errors import print_all_characters
+from openrlhf.errors import ErrorCode, RunError, print_all_characters
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import attached
-from openrlhf.observability.progress import Phase, Progress
+from openrlhf.observability.progress import Phase, Progress, is_evaluation
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.observability.trackers.background import Trackers
@@ -96,9 +96,10 @@ class Observer(Hook):
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Reports a step: prints its line, and logs its metrics. Call it once a step."""
         self.step = step
-        metrics = metrics | self.progress.step(step, metrics)
+        metrics = {name: _number(name, value) for name, value in metrics.items()}
+        metrics |= self.progress.step(step, metrics)
         announce(self.guests, Hook.logged, step, metrics)
-        if step == 0 or is_due(step, self.logger.logging_steps):
+        if is_due(step, self.logger.logging_steps) or any(map(is_evaluation, metrics)):
             self.trackers.log(step, metrics | self._of_start)
             self._of_start = {}
 
@@ -131,3 +132,11 @@ class Observer(Hook):
             except Exception as error:  # of old files or of the disk; the model is not saved yet
                 logger.warning("%s: %s was not made: %r", self.folder.path, name, error)
         announce(self.guests, Hook.closed)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"the metric {name} is {value!r:.100}, not a number; hooks add numbers alone"
+        raise RunError(ErrorCode.USER_CODE, text, flag="--train.hooks") from error

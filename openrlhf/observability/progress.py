@@ -486,7 +486,7 @@ def format_number(value: float) -> str:
             if limit <= size < limit * 1000:
                 return f"{value / limit:.3g}{unit}" if size < limit * 999.5 else f"{value / limit:.0f}{unit}"
         return f"{value:.2e}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -2,8 +2,8 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from math import hypot
-from statistics import fmean, pstdev
+from contextlib import suppress
+from statistics import StatisticsError, correlation, fmean, pstdev
 
 import numpy as np
 
@@ -86,21 +86,9 @@ def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
     }
     if metrics["rollout/reward_std"] > 0 and metrics["rollout/response_length_std"] > 0:
         each = [not_none(t.reward) for t in finished]
-        metrics["rollout/length_reward_correlation"] = _correlation(lengths, each)
+        with suppress(StatisticsError):  # squares of tiny differences are 0
+            metrics["rollout/length_reward_correlation"] = correlation(lengths, each)
     return metrics
-
-
-def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Returns Pearson's correlation of two lists, neither of which is constant."""
-    return sum(a * b for a, b in zip(_direction(x), _direction(y), strict=True))
-
-
-def _direction(x: Sequence[float]) -> list[float]:
-    """Returns the deviations from the mean, scaled to Euclidean norm 1."""
-    mean = fmean(x)
-    distances = [value - mean for value in x]
-    length = hypot(*distances)
-    return [distance / length for distance in distances]
 
 
 def _staleness(finished: Sequence[Trajectory], version: int) -> Metrics:

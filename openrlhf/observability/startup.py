@@ -52,9 +52,6 @@ class StartClock:
 
 def process_clock() -> StartClock:
     """Returns a clock that started with this process, so that it includes imports."""
-    ticks = int(
-        Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    )  # since the machine's start
-    return StartClock(
-        age=max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    )
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start
+    return StartClock(age=max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began))

@@ -12,14 +12,16 @@ from typing import Any, NoReturn
 LIMIT = 5.0
 """Seconds of CPU time after which the comparison of two answers ends, and the answer is wrong. Time of the
 clock would make right answers wrong on a busy machine."""
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_WORD = re.compile(r"[^\s$]+")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?=\{)|([^\s$]+))")
 _ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
 """Special tokens at the end of a response."""
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _GROUPS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~)(?=\d{3}(?!\d))")
 """Thin spaces of 10\\,000, which math-verify multiplies."""
+_GAP = r"(?:\s|\\[,;:! ]|\$)*(?:\\(?:text|mathrm|mbox)\{\s*)?"
+"""Pattern of the text between a number and its unit."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = f"(?:{'|'.join(_SCALES)})"
 _MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,2})/(\d{1,3})(?!\w|/|\.\d)")
 """A mixed number such as 2 1/2, of which math-verify makes a product."""
 _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
@@ -27,10 +29,17 @@ _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
     (_MIXED, lambda number: _improper(number)),
     (
         re.compile(
-            r"(?<![\w./])(\d[\d,]{0,20}(?:\.\d+)?)((?:\s|\\[,;:! ])*(?:\\(?:text|mathrm|mbox)\{)?\s*)"
-            rf"({'|'.join(_SCALES)})\b"
+            rf"(?<![\w./])(\d[\d,]{{0,20}}(?:\.\d+)?)((?:/\d+)?{_GAP})({_SCALE}(?:\s+{_SCALE})*)\b",
+            re.IGNORECASE,
         ),
-        lambda n: format(Decimal(n[1].replace(",", "")).scaleb(_SCALES[n[3]]), "f") + n[2],
+        lambda n: format(_scaled(n[1], n[3]), "f") + n[2].rstrip(),
+    ),
+    (
+        re.compile(
+            rf"(?<=\d)({_GAP})(?:(k)ilo|(c)enti|(m)illi)?"
+            r"(?:(m)et(?:er|re)|(g)ram|(l)it(?:er|re)|(s)econd|(min)ute|(h)our)s?\b"
+        ),
+        lambda unit: "".join(filter(None, unit.groups())),
     ),
     (re.compile(r"(?<=\d)\u00b0(?!\w)"), ""),
     (re.compile(r"(?<![\w)}])\u2013(?=[\d.])"), "-"),
@@ -39,8 +48,10 @@ _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
         lambda number: format(Decimal(number.group()), "f"),
     ),
 )
-"""Texts that math-verify does not read, and what stands for them: 18 million, degrees, a dash as a minus,
-1e-05."""
+"""Texts that math-verify does not read, and what stands for them: 18 million, kilometers, degrees, a dash as
+a minus, 1e-05."""
+_UNIT = re.compile(rf"{_GAP}((?:[kcm]?[mgl]|s|min|h)(?![a-zA-Z])\}}?(?:\^\{{?\d)?)")
+"""A unit behind a number, of which math-verify drops most."""
 _WORDS = re.compile(r"[^\W\d_]{3,}")
 """A word, whose letters math-verify would multiply, in any order."""
 _DATE = re.compile(r"\d+(-\d+)+")
@@ -65,7 +76,7 @@ def extract_boxed_answer(text: str) -> str | None:
     r"""Returns the content of the last complete \boxed{...} or \fbox{...} in a text, or the word after
     \boxed. None without such an answer."""
     for box in reversed(list(_BOX.finditer(text))):
-        answer = _braced(text, box.end()) if text[box.end() :].startswith("{") else _word(text, box.end())
+        answer = box[1] or _braced(text, box.end())
         if answer is not None:
             return answer
     return None
@@ -75,6 +86,7 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     r"""Returns True if two answers are equal: the same text apart from whitespace, or, according to
     math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. Digits may be in groups
     of three, a full stop may follow, and \text{...} around all is dropped. 2 1/2 and 18 million are numbers.
+    5 equals 5 km, and 5 km does not equal 5 m.
     Words, dates and scores such as 3-1 are compared as text, in upper or lower case. A missing prediction is
     wrong.
 
@@ -149,8 +161,11 @@ def _equal(gold: str, answer: str, truth: str = "") -> bool:
     with suppress(_OutOfTime), _limited() if in_main else nullcontext():
         while (found := parse(answer)) and (rest := _behind(answer, str(found[-1]))).startswith("="):
             answer = rest[1:]
-        is_equal = bool(found) and math_verify.verify(known := parse(gold), found, timeout_seconds=limit)
-        return is_equal and _are_close(known[0], found[0]) and _is_worked_out(str(found[-1]), truth)
+        if not found or not math_verify.verify(known := parse(gold), found, timeout_seconds=limit):
+            return False
+        units = {_unit(gold, str(known[-1])), _unit(answer, str(found[-1]))} - {""}
+        is_close = len(units) < 2 and _are_close(known[0], found[0])
+        return is_close and _is_worked_out(str(found[-1]), truth)
     return False
 
 
@@ -205,6 +220,16 @@ def _behind(text: str, part: str) -> str:
     return text[at + len(part) :].lstrip(" $") if at >= 0 else ""
 
 
+def _unit(text: str, number: str) -> str:
+    """Returns the unit behind a number, such as km or cm^2; "" without one."""
+    found = _UNIT.match(_behind(text, number))
+    return re.sub(r"[{}]", "", found[1]) if found else ""
+
+
+def _scaled(number: str, words: str) -> Decimal:
+    return Decimal(number.replace(",", "")).scaleb(sum(_SCALES[word] for word in words.lower().split()))
+
+
 def _is_worked_out(answer: str | None, truth: str) -> bool:
     side = (answer or "").rpartition("=")[2]
     return not _NUMBER.fullmatch(truth) or not _SUM.search(side)
@@ -220,8 +245,3 @@ def _braced(text: str, start: int) -> str | None:
         if depth == 0:
             return text[start + 1 : i].strip()
     return None
-
-
-def _word(text: str, start: int) -> str | None:
-    found = _WORD.match(text, start)
-    return found.group() if found else None

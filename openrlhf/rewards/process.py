@@ -255,15 +255,12 @@ def _call(
             answer = function(queries, prompts, labels)
             if inspect.iscoroutine(answer):
                 answer = runner.run(answer)
-    except RewardError as error:
-        return str(error)
-    except BaseException as error:  # including SystemExit
-        return f"{name} raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
-    try:
-        return read_rewards(answer, count)
+            return read_rewards(answer, count)  # may run users' code: a generator of rewards
     except WrongNumber as error:
         return error
     except NotFinite as error:
         return f"{error}{ONE_SAMPLE_HINT}" if count == 1 else str(error)
     except RewardError as error:
         return str(error)
+    except BaseException as error:  # including SystemExit
+        return f"{name} raised {headline(error)}\n{traceback.format_exc(limit=-3)}"

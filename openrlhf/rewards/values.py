@@ -65,7 +65,7 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
 def named(key: str, answer: dict, source: str) -> Iterator[tuple[str, Any]]:
     """Yields the names and values in the dictionary `answer[key]`; nothing if it is missing or None. Raises
     RewardError if it is no dictionary."""
-    found = answer.get(key) or {}
+    found = _plain(answer.get(key)) or {}
     if not isinstance(found, dict):
         raise RewardError(f"{source} returned {key} that are not a dict: {found!r}")
     yield from ((str(name), value) for name, value in found.items())

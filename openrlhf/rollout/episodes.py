@@ -20,10 +20,19 @@ from openrlhf.rollout.results import read_result
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
 from openrlhf.types import Episode, Outcome, Prompt, PromptGroup, Purpose, Work, count_work, no_work
+from openrlhf.user_file import headline
 
 if TYPE_CHECKING:  # imports that take seconds
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
+
+
+CLOSE_SECONDS = 10.0
+"""Seconds that an episode which took too long has to close its environment."""
+
+
+class EpisodeTimeout(Exception):
+    """Raised for an episode that takes longer than --rollout.episode_timeout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,41 +190,40 @@ class EpisodeRunner:
         """Runs the executor. Returns the episode with its turns and its result or failure."""
 
         def failed(outcome: Outcome, error: str = "") -> Episode:
-            return replace(episode, turns=engine.turns, outcome=outcome, error=without_secrets(error))
+            return replace(episode, turns=[*engine.turns], outcome=outcome, error=without_secrets(error))
 
-        limit = asyncio.timeout(self.timeout)
         try:
-            async with limit:
-                result = await self._execute(episode.prompt, sampling, engine, pictures)
+            result = await self._execute(episode.prompt, sampling, engine, pictures)
             if engine.turns and engine.turns[-1].finish_reason == "abort":
                 return failed(Outcome.ABORTED)
             if not all(np.isfinite(turn.log_probs).all() for turn in engine.turns):
                 error = "the engine sampled with log-probs that are not finite: are its weights?"
                 return failed(Outcome.ENV_ERROR, error)
-            return read_result(
-                replace(episode, turns=engine.turns),
-                result,
-                source=self.source,
-                reward_is_optional=self.reward_is_optional,
-            )
+            of_runner = {"source": self.source, "reward_is_optional": self.reward_is_optional}
+            try:
+                return read_result(replace(episode, turns=engine.turns), result, **of_runner)
+            except (RewardError, EnvironmentFailed):
+                raise
+            except Exception as error:  # of users' values: unequal lists of tokens, a generator that raises
+                text = f"{self.source} returned what cannot be read: {headline(error)}"
+                return failed(Outcome.ENV_ERROR, text)
         except RewardError as error:
             return failed(Outcome.REWARD_ERROR, str(error))
         except EnvironmentFailed as error:
             return failed(Outcome.ENV_ERROR, str(error))
         except StepTimeout as error:
             return failed(Outcome.TIMED_OUT, f"{self.source}: {error}")
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            text = f"{self.source} took longer than --rollout.episode_timeout {self.timeout:g} s"
-            return failed(Outcome.TIMED_OUT, text)
+        except EpisodeTimeout as error:
+            return failed(Outcome.TIMED_OUT, f"{self.source} {error}")
         finally:
             engine.check_alive()
 
     async def _execute(
         self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"
     ) -> Any:
-        return await self.executor.execute(
+        """Returns the executor's result. Cancels it after `timeout`, and raises EpisodeTimeout once it has
+        ended, at the latest after CLOSE_SECONDS."""
+        episode = self.executor.execute(
             prompt.text,
             deepcopy(prompt.label),  # an environment may modify it
             self._sampling_params(sampling),
@@ -224,6 +232,17 @@ class EpisodeRunner:
             engine,
             **({"images": pictures} if pictures else {}),
         )
+        task = asyncio.create_task(episode)
+        try:
+            await asyncio.wait([task], timeout=self.timeout)
+            if task.done():
+                return task.result()  # bounded: it is done
+            task.cancel()
+            await asyncio.wait([task], timeout=CLOSE_SECONDS)
+        finally:
+            task.cancel()
+        late = "" if task.done() else f"; once cancelled, it did not end in {CLOSE_SECONDS:g} s"
+        raise EpisodeTimeout(f"took longer than --rollout.episode_timeout {self.timeout:g} s{late}")
 
     def _sampling_params(self, sampling: Sampling) -> SamplingParams:
         return SamplingParams(

@@ -5,7 +5,7 @@ python -m openrlhf.tasks.prepare_pictures pictures
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,20 +73,13 @@ def labelled(picture: Picture) -> dict[str, Any]:
     return asked(picture) | {"label": picture.answer}
 
 
-def pairs(pictures: Sequence[Picture], seed: int) -> list[dict[str, Any]]:
+def pairs(pictures: Sequence[Picture], seed: int) -> Iterator[dict[str, Any]]:
     rng = random.Random(f"wrong colours/{seed}")
-    return [pair(picture, rng) for picture in pictures]
-
-
-def pair(picture: Picture, rng: random.Random) -> dict[str, Any]:
-    wrong = [rng.choice([colour for colour in COLOURS if colour != right]) for right in picture.colours]
-    row = asked(picture)
-    return {
-        "prompt": row["input"],
-        "images": row["images"],
-        "chosen": picture.answer,
-        "rejected": " ".join(wrong),
-    }
+    for picture in pictures:
+        wrong = [rng.choice([colour for colour in COLOURS if colour != right]) for right in picture.colours]
+        row = asked(picture)
+        prompt = {"prompt": row["input"], "images": row["images"]}
+        yield prompt | {"chosen": picture.answer, "rejected": " ".join(wrong)}
 
 
 _EVAL_SEED = 1_000_003

@@ -70,7 +70,7 @@ def play(
         def __init__(self) -> None:
             super().__init__(tools, mistakes=mistakes, max_result_length=max_result_length)
 
-        async def reward(self, prompt, label, messages):
+        def reward(self, prompt, label, messages):  # need not be async
             return reward(prompt, label, messages)
 
     return run_episode(AgentExecutor(), *answers, **options)

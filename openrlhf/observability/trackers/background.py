@@ -34,7 +34,6 @@ class Trackers:
         self._background = [_BackgroundTracker(tracker) for tracker in background]
 
     def log(self, step: int, metrics: Metrics) -> None:
-        metrics = {name: float(value) for name, value in metrics.items()}
         self._record.log(step, metrics)
         for other in self._background:
             other.put(lambda tracker: _log(tracker, step, metrics))

@@ -31,6 +31,8 @@ class JsonlTracker:
 
     def close(self) -> None:
         self._write(b"")
+        if self._unwritten:
+            logger.warning("%s lacks the last %d rows", self._path, self._unwritten.count(b"\n"))
         self._file.close()
 
     def _write(self, line: bytes) -> None:

@@ -10,7 +10,7 @@ from openrlhf.types import Metrics
 class TensorBoardTracker(Tracker):
     """Writes event files to `{logger.tensorboard_dir}/{run_name}`, or `tensorboard` in the run folder.
 
-    After a resume TensorBoard hides values of later steps, which the interrupted run wrote.
+    TensorBoard hides what an earlier run wrote there; after a resume, values of later steps alone.
     """
 
     name = "tensorboard"
@@ -23,7 +23,7 @@ class TensorBoardTracker(Tracker):
 
         parent = run.logger.tensorboard_dir
         directory = f"{parent}/{run.logger.wandb.run_name}" if parent else run.folder.path / "tensorboard"
-        purge_step = None if run.resume_step is None else run.resume_step + 1
+        purge_step = 0 if run.resume_step is None else run.resume_step + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=10)
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -18,7 +18,8 @@ class WandbTracker(Tracker):
     """Records a run in Weights & Biases, with the settings of `logger.wandb`.
 
     Without `logger.wandb.key` it logs in with WANDB_API_KEY or an earlier `wandb login`. A resumed run
-    continues its W&B run. WANDB_MODE=offline works. If W&B cannot be reached or refuses the key, the run is
+    continues its W&B run, which keeps the rows of steps after the restored one: W&B rewinds no run with a
+    step axis of its own. WANDB_MODE=offline works. If W&B cannot be reached or refuses the key, the run is
     recorded offline in its folder, with a warning; `wandb sync` uploads it."""
 
     name = "wandb"
@@ -46,12 +47,7 @@ class WandbTracker(Tracker):
                 config=folder.read_config(),
                 # As a setting the key is in memory only; `wandb.login` would write it to ~/.netrc.
                 # Without x_disable_meta, W&B uploads the command line, which may hold secrets.
-                settings=wandb.Settings(
-                    api_key=key,
-                    x_disable_meta=True,
-                    console="off",
-                    silent=True,
-                ),
+                settings=wandb.Settings(api_key=key, x_disable_meta=True, console="off", silent=True),
             )
 
         try:

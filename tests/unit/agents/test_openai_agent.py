@@ -13,7 +13,7 @@ import pytest
 from fake_engine import Engine
 from refusals import refused
 
-from openrlhf.agents.openai import OpenAIAgentExecutor, Session, _chunks, _same
+from openrlhf.agents.openai import OpenAIAgentExecutor, Session, _events, _same
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
@@ -65,8 +65,9 @@ def episodes(
         def __init__(self) -> None:
             super().__init__(tool_parser=parser)
 
-        async def run_agent(self, prompt, label, session):
-            return await agent(prompt, label, session)
+        # Need not be async.
+        def run_agent(self, prompt, label, session):  # pyrefly: ignore[bad-override]
+            return agent(prompt, label, session)
 
     engine = Engine(*map(tokens, answers))
     rollout = RolloutConfig(n_samples_per_prompt=samples, max_new_tokens=40, **sampling)
@@ -207,7 +208,7 @@ def test_a_streamed_answer_numbers_its_tool_calls() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}, {"id": "b"}]}
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
     answer = {"id": "x", "created": 1, "model": "m", "choices": [choice], "usage": {"total_tokens": 3}}
-    whole, end, usage = _chunks(answer, with_usage=True)
+    whole, end, usage = _events({"stream_options": {"include_usage": True}}, answer)
     assert whole["choices"][0]["delta"]["tool_calls"] == [{"id": "a", "index": 0}, {"id": "b", "index": 1}]
     assert end["choices"][0] | {"delta": {}, "finish_reason": "tool_calls"} == end["choices"][0]
     assert usage["usage"] == {"total_tokens": 3} and usage["choices"] == []

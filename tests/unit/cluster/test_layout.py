@@ -301,7 +301,7 @@ def test_a_step_wakes_what_its_phases_need() -> None:
     engines = EngineMemory(calls_of(log), sleep=True)
     engines.sleep()
     for _ in range(2):
-        engines.wake_for_sync()
+        engines.wake(["weights"])
         log.append("sync")
         engines.wake()
         log.append("generate")
@@ -323,7 +323,7 @@ def test_a_sleeping_engine_is_not_asked_again() -> None:
 def test_without_sleep_everyone_stays() -> None:
     log: list = []
     engines = EngineMemory(calls_of(log), sleep=False)
-    engines.wake_for_sync()
+    engines.wake(["weights"])
     engines.wake()
     engines.sleep()
     with optimizer_loaded(Sleeper(log), False):

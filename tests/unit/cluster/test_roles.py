@@ -87,6 +87,18 @@ def test_a_hanging_engine_is_given_up_and_a_hanging_rank_ends_the_run(
     assert "== engine 0\n" in stacks.read_text() and "== rank 1 of policy\n" in stacks.read_text()
 
 
+def test_a_hanging_rank_is_killed_if_its_stacks_cannot_be_written(roles, killed, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    (tmp_path / "run").write_text("no folder")
+    watchdog = roles.watchdog(config_of(tmp_path))
+    watchdog.look()
+    now[0] = 901.0
+    with pytest.raises(OSError):
+        watchdog.look()
+    assert killed == ["rank 0"]
+
+
 def test_a_process_that_hangs_while_it_loads_is_killed(roles, killed, tmp_path, monkeypatch):
     """The engines, too: no other engine can take their place yet."""
     now = [0.0]

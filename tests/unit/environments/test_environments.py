@@ -207,10 +207,10 @@ def test_a_first_observation_without_room_is_an_error() -> None:
 
 
 class Slow(Dice):
-    closed = 0
+    closed, seconds = 0, 0.5
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        time.sleep(0.5)
+        time.sleep(self.seconds)
         return super().step(action)
 
     def close(self) -> None:
@@ -227,6 +227,12 @@ def test_an_environment_that_is_too_slow_is_closed() -> None:
     (t,) = play(SlowExecutor(), "dice", 0, "roll", step_timeout=0.05)
     assert t.outcome is Outcome.TIMED_OUT and "--rollout.step_timeout" in t.error
     assert Slow.closed == before + 1
+
+
+def test_the_limit_of_a_step_leaves_out_the_steps_of_others(monkeypatch) -> None:
+    monkeypatch.setattr(Slow, "seconds", 0.1)
+    found = play(SlowExecutor(), "dice", 0, "roll", samples=20, step_timeout=1.5)
+    assert [t.outcome for t in found] == [Outcome.OK] * 20
 
 
 LEGS = "reasoning_gym:chain_sum?size=3&seed=1&max_terms=2&max_digits=1&min_digits=1"

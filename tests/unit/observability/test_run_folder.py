@@ -93,14 +93,15 @@ def test_an_earlier_run_is_moved_aside_whole(tmp_path):
     first = create(tmp_path, config="a: 1\n")
     first.metrics_path.write_text('{"step": 1}\n')
     (first.rollouts_path / "step_000001.jsonl").write_text("{}\n")
-    (tmp_path / "checkpoints").mkdir()
+    for name in ("checkpoints", "tensorboard"):
+        (tmp_path / name).mkdir()
     second = create(tmp_path, config="a: 2\n")
     assert not second.metrics_path.exists() and list(second.rollouts_path.iterdir()) == []
     create(tmp_path, config="a: 3\n")
     previous = tmp_path / "previous"
     assert (previous / "001/config.yaml").read_text() == "a: 1\n"
     assert (previous / "001/metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert (previous / "001/rollouts/step_000001.jsonl").exists()
+    assert (previous / "001/rollouts/step_000001.jsonl").exists() and (previous / "001/tensorboard").exists()
     assert (previous / "002/config.yaml").read_text() == "a: 2\n"
     assert (tmp_path / "config.yaml").read_text() == "a: 3\n"
     assert (tmp_path / "checkpoints").is_dir()

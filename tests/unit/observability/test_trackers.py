@@ -198,6 +198,11 @@ def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path, monkeypatch, 
     tracker.close()
     assert read_metrics(tmp_path / "m.jsonl") == {step: {"loss": step} for step in range(6)}
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 6
+    free[0], full = 0, JsonlTracker(tmp_path / "full.jsonl")
+    for step in range(2):
+        full.log(step, {"loss": step})
+    full.close()
+    assert caplog.messages[-1].endswith("full.jsonl lacks the last 2 rows")
 
 
 def test_a_built_in_tracker_that_does_not_open_is_left_out(tmp_path, monkeypatch, caplog):
@@ -231,6 +236,12 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
         (2, 0.5),
         (3, 9),
     ]
+    time.sleep(0.01)
+    fresh = opened(TensorBoardTracker, tmp_path, logger)
+    fresh.log(1, {"rollout/reward_mean": 7.0})
+    fresh.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward_mean")] == [(1, 7)]
 
 
 def test_tensorboard_tables_are_markdown(tmp_path):
@@ -358,6 +369,17 @@ def test_ours_are_named_by_their_files(tmp_path):
     assert (TRACKERS.ours["tensorboard"], TRACKERS.ours["wandb"]) == (TensorBoardTracker, WandbTracker)
     observe(tmp_path, LoggerConfig(trackers=("tensorboard",)))
     assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_evaluations_are_logged_whatever_steps_are(tmp_path):
+    folder = RunFolder.create(tmp_path, config_yaml="", argv=["x"], resume=False)
+    observer = Observer(folder, LoggerConfig(logging_steps=10))
+    for step in range(1, 12):
+        observer.log_step(step, {"loss": 1.0} | ({"eval/loss": 2.0} if step == 5 else {}))
+    with refused(ErrorCode.USER_CODE, flag="--train.hooks", told="the metric mine is None"):
+        observer.log_step(12, {"mine": None})
+    observer.close()
+    assert list(read_metrics(folder.metrics_path)) == [5, 10]
 
 
 USER, VALUE = ErrorCode.USER_CODE, ErrorCode.INVALID_VALUE

@@ -66,6 +66,11 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("5/2", "2 1/2"),
         ("18 million", "18,000,000"),
         (r"1.5\text{ thousand dollars}", "1500"),
+        ("2 1/2 Million", "2500000"),
+        ("5 thousand million", "5 billion"),
+        ("5", "5 km"),
+        (r"5\text{ kilometers}", "5 km"),
+        ("5 hours", r"5\ \mathrm{h}"),
     ],
 )
 def test_equal_answers(prediction, truth):
@@ -99,6 +104,10 @@ def test_equal_answers(prediction, truth):
         ("2 1/2", "21/2"),
         ("18 million", "18"),
         (r"18 \text{ million dollars}", "18"),
+        ("2 1/2 million", "5/2"),
+        ("5 km", "5 m"),
+        (r"5\text{ cm}^2", r"5\text{ cm}"),
+        ("5 hours", "5 minutes"),
     ],
 )
 def test_wrong_answers_are_rejected(prediction, truth):
@@ -172,6 +181,9 @@ def test_reward_files_import_nothing_heavy():
         ("The answer is 18 million.", "18000000", True),
         ("The answer is 2 1/2.", "2.5", True),
         ("The answer is 2 1/2.", "1", False),
+        ("The answer is 2 1/2 million.", "2500000", True),
+        ("The distance is $5$ kilometers.", "5 km", True),
+        ("The distance is $5$ kilometers.", "5 m", False),
         # no spaces around numbers and letters
         ("答案是5。", "5", True),
         ("答案是15。", "5", False),

@@ -79,7 +79,7 @@ def test_every_machine_has_the_function_of_the_one_where_the_run_started(tmp_pat
 
 
 USER_FILE = """
-import os, sys, time
+import numpy, os, sys, time
 from openrlhf.agents.base import RewardError
 
 class Unpicklable(Exception):
@@ -102,6 +102,10 @@ def reward_func(queries, prompts, labels):
         raise RewardError("the judge is out")
     if fate == "nan":
         return [float("nan")]
+    if fate == "lazy":
+        return (1 / 0 for query in queries)
+    if fate == "array":
+        return {"rewards": [1.0], "extra_logs": numpy.ones(2)}
     if fate == "two":
         return [1.0, 2.0]
     return {"rewards": [len(queries[0]) - len(prompts[0])], "extra_logs": {"pid": os.getpid()}}
@@ -135,6 +139,8 @@ def call(function, label, query="prompt and answer", prompt="prompt"):
         ("crash", r"user_reward.py: reward_func's process died with exit code 7"),
         ("nan", r"rewards that are not finite: \[nan\]"),
         ("two", "2 rewards for 1 samples"),
+        ("lazy", r"^reward_func raised ZeroDivisionError: division by zero\nTraceback(.|\n)*user_reward.py"),
+        ("array", r"^reward_func returned extra_logs that are not a dict: \[1.0, 1.0\]"),
     ],
 )
 def test_a_call_fails_alone(function, fate, text):

@@ -20,6 +20,7 @@ from openrlhf.config.ppo import (
     TrainConfig,
 )
 from openrlhf.errors import ErrorCode
+from openrlhf.rollout import episodes
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -192,6 +193,20 @@ def test_an_episode_that_takes_too_long() -> None:
     (t,) = run_group(Waiting(1), options={"timeout": 0.05}, num_samples=1)
     assert t.outcome is Outcome.TIMED_OUT and t.reward is None and t.num_actions == 0
     assert "--rollout.episode_timeout 0.05 s" in t.error
+
+
+@pytest.mark.parametrize(("closes", "told"), [(0.01, "0.05 s"), (60, "did not end in 0.2 s")])
+def test_an_episode_that_closes_late_holds_up_no_other(monkeypatch, closes: float, told: str) -> None:
+    async def hangs(query: str, prompt: str, label: str) -> Reward:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(closes)
+        raise AssertionError
+
+    monkeypatch.setattr(episodes, "CLOSE_SECONDS", 0.2)
+    (t,) = run_group(Engine(ANSWER), hangs, {"timeout": 0.05}, num_samples=1)
+    assert t.outcome is Outcome.TIMED_OUT and t.error.endswith(told), t.error
 
 
 def test_a_slow_reward_counts_and_leaves_the_tokens() -> None:

@@ -130,6 +130,8 @@ TOKENS = "{'reward': 1, 'observation_tokens': "
         (TOKENS + "[1, 3.5], 'action_ranges': [(1, 2)]}", ENV, r"observation_tokens .*: float64"),
         (TOKENS + "[1, 3], 'action_ranges': [2]}", ENV, "action_ranges "),
         (TOKENS + "[1, 3], 'action_ranges': []}", ENV, "no action.* llm_engine.generate"),
+        (TOKENS + "[[1], [1, 3]], 'action_ranges': [(1, 2)]}", ENV, "cannot be read: ValueError: setting"),
+        ("{'reward': (1 / 0 for _ in [1])}", ENV, "what cannot be read: ZeroDivisionError"),
     ],
 )
 def test_answers_that_cannot_be_used(tmp_path: Path, returned: str, outcome: Outcome, error: str) -> None:
