@@ -187,8 +187,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.advantages import advantage_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
     from openrlhf.training.evaluate import evaluation_metrics
-    from openrlhf.training.models import load_run_tokenizer
-    from openrlhf.training.reward_models import load_reward_model
+    from openrlhf.training.models import load_reward_model, load_run_tokenizer
     from openrlhf.training.objectives.critic import CriticObjective
     from openrlhf.training.objectives.dpo import DPOObjective
     from openrlhf.training.objectives.kto import KTOObjective

@@ -25,6 +25,8 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
             groups = run.reward(run.sample(questions), reward).result()
             best = [max(group.trajectories, key=lambda t: t.reward or 0.0) for group in groups]
             solved = [replace(g, trajectories=[t]) for g, t in zip(groups, best, strict=True) if t.reward]
+            if not solved:
+                continue  # nothing to imitate
             run.forward_backward(run.batch(solved), likelihood)
             metrics = run.optim_step()
             run.sync()

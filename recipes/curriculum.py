@@ -28,9 +28,10 @@ def choose(pool: list[rl.Prompt], solved: dict[str, float], count: int, seed: in
 
 
 def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
-    with rl.Run(actor=model, **FLAGS, **{"ckpt.output_dir": folder}) as run:
+    with rl.Run(actor=model, **FLAGS, **{"ckpt.output_dir": folder, "ckpt.save_steps": 5}) as run:
         pool = next(run.prompts(prompts))
-        solved: dict[str, float] = run.load_state() or {}
+        run.load_state()
+        solved: dict[str, float] = run.state  # saved with each checkpoint
         while run.step < steps:
             questions = [replace(p, epoch=run.step) for p in choose(pool, solved, 16, run.step)]
             groups = run.reward(run.sample(questions), reward).result()
@@ -40,8 +41,6 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
             metrics = run.update(run.batch(groups))
             run.sync()
             run.log(metrics.result() | {"curriculum/asked": len(solved)}, groups)
-            if run.step % 5 == 0:
-                run.save_state(solved)
         run.export(folder)
 
 

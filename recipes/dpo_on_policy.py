@@ -45,7 +45,9 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
     with rl.Run(actor=model, **FLAGS, **{"ckpt.output_dir": folder}) as run:
         for questions in islice(run.prompts(prompts, batch_size=32, epochs=100), steps):
             groups = run.reward(run.sample(questions), reward).result()
-            batch = run.batch(pairs_of(groups))
+            if not (pairs := pairs_of(groups)):
+                continue  # nothing to compare
+            batch = run.batch(pairs)
             for _ in range(2):
                 measured = run.forward_backward(batch, dpo)
                 metrics = run.optim_step()

@@ -135,8 +135,7 @@ def linear_log_probs(
     arguments = hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk
     if not with_entropy and targets.dim() == 1 and _only_hidden_learns(hidden, weight, bias):
         return _LogProbsForward.apply(*arguments, False), None
-    log_probs, entropy = _LinearLogProbs.apply(*arguments, with_entropy)
-    return log_probs, entropy
+    return _LinearLogProbs.apply(*arguments, with_entropy)
 
 
 def sum_of_log_probs(
@@ -248,10 +247,8 @@ class _LogProbsForward(torch.autograd.Function):
         head = HeadLogits(weight, bias, scale, softcap)
 
         def add(rows: slice) -> None:
-            logits, chosen = (
-                _restrict_to_support(head(hidden[rows], rows), kept, rows, vocabulary),
-                targets[rows, None],
-            )
+            logits = _restrict_to_support(head(hidden[rows], rows), kept, rows, vocabulary)
+            chosen = targets[rows, None]
             slope, of_chosen = head.slope(logits, rows), vocabulary.at(logits, chosen)
             log_z, exp, total = _log_sum_exp(logits, vocabulary)
             log_probs[rows] = of_chosen[:, 0] - log_z

@@ -1,13 +1,8 @@
-"""Losses of supervised learning, one per action."""
+"""Losses of labels, one per action."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-def negative_log_likelihood(log_probs: Tensor) -> Tensor:
-    """Returns the losses (A,) of the actions' log-probs (A,)."""
-    return -log_probs
 
 
 def label_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

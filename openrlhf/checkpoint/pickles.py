@@ -40,14 +40,15 @@ def load(file: str | os.PathLike, more: Iterable[Any] = (), **options: Any) -> A
         return torch.load(file, map_location="cpu", weights_only=True, **options)
 
 
-def check_loadable(content: Any, name: str) -> None:
-    """Raises UsageError if `load` could not restore what is saved under this name."""
+def copy_loadable(content: Any, name: str) -> Any:
+    """Returns a copy of what is saved under this name, as `load` restores it. Raises UsageError if it
+    cannot."""
     file = io.BytesIO()
     try:
         torch.save(content, file)
         file.seek(0)
         with torch.serialization.safe_globals([*_NUMPY, *_SAMPLES]):
-            torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # objects may raise anything when they are pickled
         text = f"no checkpoint can restore it: {_reason(error)}\n"
         text += "Keep numbers, texts, lists, tuples, sets, dicts, tensors and arrays."

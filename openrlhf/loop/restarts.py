@@ -22,9 +22,7 @@ def restart_after(error: Exception, most: int, program: Sequence[str], *, resume
     """Starts Python again in this process with the arguments `program`, at most `most` times, if the error is
     the loss of a process; otherwise returns. `resumes`: the program continues from its newest checkpoint.
     Prints why it does not start a program again that could not continue, or that is unknown (empty)."""
-    from openrlhf.cluster.process_exits import (
-        is_lost_process,  # imports Ray, which a loop in one process lacks
-    )
+    from openrlhf.cluster.process_exits import is_lost_process  # imports Ray
 
     count = int(os.environ.get(RESTARTS, "0")) + 1
     if count > most or not is_lost_process(error):

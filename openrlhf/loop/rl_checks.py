@@ -95,7 +95,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     for path in config.reward.models:
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
-            ask(REWARD_FLAG, _check_statistics, path)
+            ask(REWARD_FLAG, lambda path: score_statistics(load_config(path, REWARD_FLAG), path), path)
     models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
     models |= {CRITIC_FLAG: [critic] if config.uses_critic else [], REWARD_FLAG: config.reward.models}
     for flag, path in ((flag, path) for flag, paths in models.items() for path in paths if path):
@@ -122,10 +122,6 @@ def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
 def _check_trained(config: PPOConfig, path: str, flag: str) -> None:
     check_model(path, flag)
     check_room(load_config(path, flag), config, "data.max_len", path=path)
-
-
-def _check_statistics(path: str) -> None:
-    score_statistics(load_config(path, REWARD_FLAG), path)
 
 
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:

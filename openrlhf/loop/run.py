@@ -27,7 +27,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+from weakref import ref
 
 import numpy as np
 import torch
@@ -100,6 +101,24 @@ _local: set[int] = set()
 """Ids of the runs in this process, which share its process group."""
 
 
+class Origin(NamedTuple):
+    """The record that a run keeps of a batch. Its arrays also tell which batch that is: copies with other
+    columns share them."""
+
+    actions: Callable[[], np.ndarray | None] = lambda: None
+    """Returns its column `rollout_log_probs`; None once no batch has it."""
+    log_probs: Callable[[], np.ndarray | None] = lambda: None
+    """Returns its column `log_probs`; None without one, and once no batch has it."""
+    num_changes: int = 0
+    """Number of changes of the policy before."""
+    num_sampled: int = 0
+    """Number of its episodes, with failed ones."""
+    num_finished: int = 0
+    """Number of finished ones, by which the KL coefficient adapts."""
+    kl_mean: float | None = None
+    """Mean KL; None if it has no log-probs, and the coefficient does not adapt."""
+
+
 class Run:
     """Models and engines, in this process or on a cluster, and the verbs that work with them."""
 
@@ -144,21 +163,19 @@ class Run:
         self.state: dict[str, Any] = {}
         """The loop's own numbers and texts, which each checkpoint has and `load_state` restores."""
         self._stop = Stop()
-        self._numbers, self._is_closed = count(), False
+        self._is_closed = False
+        self._num_texts, self._numbering = 0, threading.Lock()
+        """Number of texts that were prompts, and the lock for it."""
         self._num_epochs = 0
         """Number of epochs of the calls of `prompts`."""
-        self._has_stepped = False
-        """True if the policy has changed since the last `batch`."""
-        self._fresh: deque[np.ndarray | None] = deque(maxlen=64)
-        """The log-probs of the last batches since the policy has changed."""
+        self._num_changes = 0
+        """Number of changes of the policy."""
+        self._origins: deque[Origin] = deque(maxlen=64)
+        """Origins of the last batches."""
         self._has_gradient = False
         """True if `forward_backward` was called since the last `optim_step`."""
         self._synced_at, self._is_synced = 0, True
         """The step of the last sync, and whether the policy has not changed since."""
-        self._num_episodes = 0
-        """Number of episodes of the last `batch`, by which the KL coefficient adapts."""
-        self._kl_mean: float | None = None
-        """Mean KL of the last `batch`; None if it has no log-probs, and the coefficient does not adapt."""
         self._owned: set[str] = set()
         """Folders with models that this run has exported."""
         self._continues = False
@@ -259,7 +276,7 @@ class Run:
         temperature. A text is a prompt as the policy reads it. Groups come in the order of the prompts, with
         the rewards of the flags if there are any. The seeds of a prompt follow from its number and epoch, so
         that the same weights give it the same answers again."""
-        n = n if n is None else whole("n", n)
+        n = self.config.rollout.n_samples_per_prompt if n is None else whole("n", n)
         return self._lanes.on("engines", self._sample, prompts, "train", n)
 
     def given(self, prompts: Sequence[Prompt | str], answers: Sequence[str]) -> list[PromptGroup]:
@@ -296,27 +313,24 @@ class Run:
         """Samples `n` answers to each prompt at `eval.temperature`, and returns the metrics `eval/...` of
         their scores. `reward`: None: the rewards of the flags."""
         evaluation = self.config.eval
-        if (
-            evaluation.n_samples_per_prompt if n is None else whole("n", n)
-        ) > 1 and evaluation.temperature == 0:
+        n = evaluation.n_samples_per_prompt if n is None else whole("n", n)
+        if n > 1 and evaluation.temperature == 0:
             text = f"{SAME_ANSWER}; evaluate with n=1, or with a temperature above 0"
-            raise UsageError(
-                ErrorCode.CONFLICT, text, flag="--eval.temperature", value=evaluation.temperature
-            )
+            raise UsageError(ErrorCode.CONFLICT, text, flag="--eval.temperature", value=0.0)
         if reward is not None:
             check_function(reward, "reward", *TAKES)
         elif not (self.config.has_rewards or self.config.tasks):
             text = "nothing scores the samples; pass a reward function, or set the flag"
             raise UsageError(ErrorCode.MISSING_FLAG, text, flag="--reward.remote_url")
 
-        def work(prompts: Sequence[Prompt | str]) -> Metrics:
+        def work(prompts: Sequence[Prompt | str], step: int) -> Metrics:
             groups = self._sample(prompts, "eval", n)
             samples = _some(groups if reward is None else self._reward(groups, reward))
-            metrics, about = evaluation_metrics(samples), {"step": self.step, "version": self.version}
+            metrics, about = evaluation_metrics(samples), {"step": step, "version": self.version}
             announce(self._hooks, Hook.evaluated, Evaluation(**about, samples=samples, metrics=metrics))
             return metrics
 
-        return self._lanes.on("engines", work, prompts)
+        return self._lanes.on("engines", work, prompts, self.step)
 
     def sync(self) -> Result[int]:
         """Sends the policy's weights to the engine, and checks that it computes with them. Returns the
@@ -338,8 +352,9 @@ class Run:
         advantages: an estimator by its name or class, numbers (A,), or one number for all actions. None:
             `algo.advantage.estimator`.
         log_probs: compute the policy's log-probs, from which losses take their ratio. False saves this
-            forward pass: then only one optimizer step can be taken on the batch, whose ratio is 1, and
-            `algo.kl.target` adapts nothing. Raises UsageError if the advantages need them.
+            forward pass: then `algo.kl.target` adapts nothing, and with the proximal policy `recomputed` only
+            one optimizer step can be taken on the batch, whose ratio is 1. Raises UsageError if the
+            advantages need them.
         """
         if isinstance(advantages, str | type):
             check_choice(ESTIMATORS, advantages, "estimator")
@@ -349,7 +364,7 @@ class Run:
         if not log_probs and isinstance(advantages, str | type | None):
             for text in log_prob_needs(self.config):
                 raise UsageError(ErrorCode.CONFLICT, text, flag="log_probs", value=False)
-        return self._lanes.on("models", self._batch, groups, advantages, log_probs)
+        return self._lanes.on("models", self._batch, self.step + 1, groups, advantages, log_probs)
 
     def log_probs(self, batch: Batch | Result[Batch]) -> Result[np.ndarray]:
         """Returns the policy's log-probs of the actions, (A,), at the flags' temperature."""
@@ -410,10 +425,9 @@ class Run:
         own = self.state if state is None else state
         if not isinstance(own, Mapping):
             raise UsageError(ErrorCode.INVALID_VALUE, "expects a dict", flag="run.state", value=own)
-        own = dict(own)
-        pickles.check_loadable(own, "run.state")
-        self.state = own
-        return self._lanes.on("models", self._save, dict(self.state))
+        saved = pickles.copy_loadable(dict(own), "run.state")  # the loop may change its own meanwhile
+        self.state = own if isinstance(own, dict) else dict(own)
+        return self._lanes.on("models", self._save, self.step, saved)
 
     def load_state(self) -> dict[str, Any] | None:
         """Loads the newest undamaged checkpoint of `ckpt.path`, syncs, and returns `run.state`; None if there
@@ -421,7 +435,7 @@ class Run:
         self._may_continue = True
         found = self._lanes.on("models", self._load).result()
         if found is not None:
-            self.state = dict(found)
+            self.state = found
             self.sync().result()
         return found
 
@@ -460,27 +474,28 @@ class Run:
 
     # The work of the verbs, on their lanes
 
-    def _sample(self, prompts: Sequence[Prompt | str], purpose: Purpose, n: int | None) -> list[PromptGroup]:
+    def _sample(self, prompts: Sequence[Prompt | str], purpose: Purpose, n: int) -> list[PromptGroup]:
         known = self._prompts(prompts)
         if purpose == "train" and not self._is_synced and self.step - self._synced_at >= UNSYNCED:
             text = f"note: the engine samples with the weights of step {self._synced_at}"
             notify_once(f"{text}; run.sync() sends it new ones", id(self))
-        rollout, evaluation = self.config.rollout, self.config.eval
-        default = {"train": rollout.n_samples_per_prompt, "eval": evaluation.n_samples_per_prompt}[purpose]
         if len({(p.epoch, p.prompt_id) for p in known}) < len(known):
             text = "prompts of one call must differ in epoch or prompt_id, from which their seeds follow"
             raise UsageError(ErrorCode.CONFLICT, text)
-        self._rollout.set_num_samples(purpose, default if n is None else n)
-        return sample_all(self._rollout, known, purpose, rollout.timeout)
+        self._rollout.set_num_samples(purpose, n)
+        return sample_all(self._rollout, known, purpose, self.config.rollout.timeout)
 
     def _prompts(self, prompts: Sequence[Prompt | str]) -> list[Prompt]:
         """Returns prompts; texts get numbers that no row has, so that they have seeds of their own. Raises
         UsageError for a prompt that leaves no room for an answer."""
         form = "prompts, which are texts or rl.Prompt; run.prompts(rows) makes them of rows and messages"
-        known = [
-            p if isinstance(p, Prompt) else Prompt(prompt_id=-1 - next(self._numbers), text=str(p))
-            for p in list_of((Prompt, str), prompts, form)
-        ]
+        given = list_of((Prompt, str), prompts, form)
+        with self._numbering:
+            numbers = count(self._num_texts + 1)
+            known = [
+                p if isinstance(p, Prompt) else Prompt(prompt_id=-next(numbers), text=str(p)) for p in given
+            ]
+            self._num_texts = next(numbers) - 1
         data, uncounted = self.config.data, [p.text for p in known if not (p.num_tokens or p.images)]
         encoded = encode_prompts(uncounted, self.tokenizer, is_chat=data.apply_chat_template)
         for text, token_ids in zip(uncounted, encoded, strict=True):
@@ -526,30 +541,26 @@ class Run:
 
     def _change(self) -> None:
         """Notes that the policy is about to change."""
-        self._has_stepped, self._is_synced = True, False
-        self._fresh.clear()
+        self._num_changes, self._is_synced = self._num_changes + 1, False
 
     def _optim_step(self) -> Metrics:
         if not self._has_gradient:
             text = "there is no gradient; call forward_backward before each optim_step"
             raise UsageError(ErrorCode.CONFLICT, text)
-        if self._roles.critic:
-            notify_once(
-                "note: optim_step trains the policy alone; run.update trains the critic too", id(self)
-            )
+        if self._roles.critic or self.config.adapts_kl:
+            text = "note: optim_step trains the policy alone; run.update trains the critic too"
+            notify_once(f"{text}, and adapts the KL coefficient", id(self))
         self._has_gradient = False
         self._change()
         return self._roles.policy.optim_step().result()
 
-    def _batch(self, groups: Sequence[PromptGroup], advantages: Any, log_probs: bool) -> Batch:
-        self._has_stepped = False
+    def _batch(self, number: int, groups: Sequence[PromptGroup], advantages: Any, log_probs: bool) -> Batch:
         samples, config, roles = _some(groups), self.config, self._roles
-        step = Step(number=self.step + 1, version=self.version, samples=samples, kl=self.kl)
+        step = Step(number=number, version=self.version, samples=samples, kl=self.kl)
         check_stops(samples, config.rollout.stop_on or (), step.number)
         check_failures(samples, config.reward.max_failed_ratio, step.number)
         announce(self._hooks, Hook.sampled, step)
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
-        self._num_episodes = num_samples(step.finished)
         batch = Batch.of(step.finished, self.version, **config.batch_columns)
         passes = begin_forward(batch, models)
         announce(self._hooks, Hook.scoring, step)
@@ -559,12 +570,29 @@ class Run:
         step.metrics |= metrics
         announce(self._hooks, Hook.advantages, step)
         self._measured |= step.metrics
-        self._kl_mean = step.metrics.get("kl/mean")
         batch = step.batch
         if config.rollout.mask_truncated:
             batch = batch.select(trained_on(step, with_truncated=False))
-        self._fresh.append(batch.log_probs)
+        self._origins.append(
+            Origin(
+                actions=ref(batch.rollout_log_probs),
+                log_probs=Origin().log_probs if batch.log_probs is None else ref(batch.log_probs),
+                num_changes=self._num_changes,
+                num_sampled=step.num_samples,
+                num_finished=num_samples(step.finished),
+                kl_mean=step.metrics.get("kl/mean"),
+            )
+        )
         return batch
+
+    def _origin(self, batch: Batch) -> "Origin":
+        """Returns the origin of a batch. A batch that the loop has put together itself counts as a part of
+        the last one."""
+        for origin in reversed(self._origins):
+            if origin.actions() is batch.rollout_log_probs:
+                return origin
+        last = self._origins[-1] if self._origins else Origin(num_changes=self._num_changes)
+        return last._replace(log_probs=Origin().log_probs, num_sampled=len(batch))
 
     def _assign(self, batch: Batch, finished: Sequence[Trajectory], advantages: Any) -> tuple[Batch, Metrics]:
         if not isinstance(advantages, str | type | None):
@@ -590,39 +618,46 @@ class Run:
         self._has_gradient = True
         return self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result() | metrics
 
-    def _check_ratio(self, batch: Batch) -> None:
-        if batch.log_probs is None and self._has_stepped:
+    def _check_ratio(self, batch: Batch, num_updates: int = 1) -> None:
+        """Raises UsageError if the first or a later one of these optimizer steps has no ratio."""
+        is_read = batch.log_probs is None and self.config.algo.advantage.proximal.needs_forward
+        if is_read and self._origin(batch).num_changes + 1 < self._num_changes + num_updates:
             text = (
-                "the policy has changed since this batch was sampled, and the batch has no log-probs of "
-                "the policy before: the ratio of the loss is unknown.\nMake it without log_probs=False."
+                "the batch has no log-probs of the policy before its updates: the ratio of the loss is known "
+                "in one\noptimizer step only, before any other change of the policy. Make it without "
+                "log_probs=False."
             )
             raise UsageError(ErrorCode.CONFLICT, text)
 
     def _update(self, batch: Batch) -> Metrics:
-        self._check_ratio(as_batch(batch))
-        config, metrics = self.config, {}
-        is_fresh = batch.log_probs is None or any(batch.log_probs is known for known in self._fresh)
+        policy, origin, metrics = self._roles.policy, self._origin(as_batch(batch)), {}
+        arguments = batch, range(len(batch)), origin.num_sampled
+        schedules = {
+            model: build_schedule(self.config, model, *arguments, routed=model is policy)
+            for model in filter(None, (self._roles.critic, policy))
+        }
+        self._check_ratio(batch, len(schedules[policy]))
+        is_fresh = batch.log_probs is origin.log_probs() and origin.num_changes == self._num_changes
         self._change()
-        for model in filter(None, (self._roles.critic, self._roles.policy)):
-            routed = model is self._roles.policy
-            schedule = build_schedule(config, model, batch, range(len(batch)), len(batch), routed=routed)
+        for model, schedule in schedules.items():
             metrics |= model.update(batch, schedule, self.kl.coef, is_fresh).result().metrics
-        if self._kl_mean is not None:
-            self.kl = self.kl.update(self._kl_mean, self._num_episodes)
+        if origin.kl_mean is not None:
+            self.kl = self.kl.update(origin.kl_mean, origin.num_finished)
         return metrics
 
-    def _save(self, state: dict[str, Any]) -> str:
+    def _save(self, step: int, state: dict[str, Any]) -> str:
         own = {
-            "step": self.step,
+            "step": step,
+            "num_texts": self._num_texts,
             "kl_coef": self.kl.coef,
             "estimator": self._estimator.state_dict(),
             "run_name": self.config.logger.wandb.run_name,
             "loop": state,
         }
         if "_observer" in vars(self):
-            self._observer.saving(f"global_step{self.step}")
-        self._saver.save(self.step, own)
-        return f"global_step{self.step}"
+            self._observer.saving(f"global_step{step}")
+        self._saver.save(step, own)
+        return f"global_step{step}"
 
     def _load(self) -> dict[str, Any] | None:
         tag, skipped = self._checkpoints.find()
@@ -634,22 +669,19 @@ class Run:
         self._continues = True
         self._change()
         self.step, self.kl = state["step"], replace(self.kl, coef=state["kl_coef"])
-        self._estimator.load_state_dict(state["estimator"])
+        self._num_texts = state.get("num_texts", 0)  # older checkpoints have none
+        if estimator := state["estimator"]:
+            self._estimator.load_state_dict(estimator)
         if (flag := "logger.wandb.run_name") not in self._explicit:  # its run folder goes on
             self.config = with_values(self.config, {flag: state["run_name"]})
         return state["loop"]
 
     def _model(self, name: str) -> Any:
-        known = {
-            role: model
-            for role in ("policy", "reference", "teacher", "critic")
-            if (model := getattr(self._roles, role))
-        }
+        known = [r for r in ("policy", "reference", "teacher", "critic") if getattr(self._roles, r)]
         if name not in known:
-            raise UsageError(
-                ErrorCode.INVALID_VALUE, f"this run has the models {', '.join(known)}", value=name
-            )
-        return known[name]
+            text = f"this run has the models {', '.join(known)}"
+            raise UsageError(ErrorCode.INVALID_VALUE, text, value=name)
+        return getattr(self._roles, name)
 
     @cached_property
     def _estimator(self) -> AdvantageEstimator:

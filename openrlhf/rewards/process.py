@@ -146,7 +146,8 @@ class RewardProcess:
         self._process = self._context.Process(
             target=_serve, args=(self.reference, self._load, theirs, self._memory)
         )
-        self._process.start()
+        with _program_hidden():
+            self._process.start()
         theirs.close()  # so that reading ends when the process ends
         try:
             async with asyncio.timeout(IMPORT_DEADLINE):
@@ -180,6 +181,23 @@ class RewardProcess:
             loop.remove_reader(death)
             os.close(death)
             writer.transport.abort()
+
+
+@contextmanager
+def _program_hidden() -> Iterator[None]:
+    """Hides the program of this process, which multiprocessing would run in the new one, too: a user's loop
+    without `if __name__ == "__main__"` would begin again there."""
+    with _STARTING:
+        main = vars(sys.modules["__main__"])
+        shown = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        main.update(dict.fromkeys(shown))
+        try:
+            yield
+        finally:
+            main.update(shown)
+
+
+_STARTING = threading.Lock()
 
 
 def _message(number: int, content: Any) -> bytes:

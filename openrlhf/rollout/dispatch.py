@@ -120,11 +120,9 @@ class Balance:
         """Updates the expected length of an answer. `num_samples` finished samples have `num_tokens` tokens
         in total, without their prompts."""
         if num_samples:
-            i = PURPOSES.index(purpose)
-            self._num_averaged[purpose] = min(self._num_averaged[purpose] + num_samples, LENGTH_WINDOW)
-            self.tokens_each[i] += (num_tokens - num_samples * self.tokens_each[i]) / self._num_averaged[
-                purpose
-            ]
+            i, count = PURPOSES.index(purpose), min(self._num_averaged[purpose] + num_samples, LENGTH_WINDOW)
+            self._num_averaged[purpose] = count
+            self.tokens_each[i] += (num_tokens - num_samples * self.tokens_each[i]) / count
 
 
 class Dispatcher(Generic[EngineT]):
@@ -351,9 +349,9 @@ class Dispatcher(Generic[EngineT]):
 
 
 def _num_answered(group: PromptGroup) -> tuple[int, int]:
-    """Returns the number of samples, and of their tokens without the prompts. Environment feedback counts,
-    because engines read it too."""
-    num_samples = len({t.sample_index for t in group.trajectories})
+    """Returns the number of samples that read their prompt, and of their tokens without it. Environment
+    feedback counts, because engines read it too."""
+    num_samples = len({t.sample_index for t in group.trajectories if len(t.token_ids)})
     num_tokens = sum(len(t.token_ids) for t in group.trajectories)
     return num_samples, num_tokens - num_samples * group.prompt.num_tokens
 

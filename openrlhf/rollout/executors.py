@@ -20,7 +20,7 @@ from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.errors import ErrorCode, RunError, print_all_characters
 from openrlhf.plugins import entry_points
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
-from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_queue_executor, step_environment
+from openrlhf.rollout.legacy_agents import QueueExecutor, accepted, is_queue_executor, step_environment
 from openrlhf.user_file import (
     IMPORT_DEADLINE,
     ImportTimeout,
@@ -99,7 +99,7 @@ def load_agent(
     for adapt in adapters:
         found = adapt(found)
     if not inspect.isclass(found):
-        if not given and has_step(module):
+        if not given and callable(getattr(module, "step", None)):
             return lambda setting: MultiTurnAgentExecutor(step_environment(place))
         own = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         kind = "file" if place.endswith(".py") else "module"
@@ -154,7 +154,7 @@ def _find_problem(executor: type[AgentExecutorBase]) -> str:
         )
     signature = inspect.signature(executor.execute)
     try:
-        signature.bind(None, **dict.fromkeys(_accepted(executor.execute)))
+        signature.bind(None, **dict.fromkeys(accepted(executor.execute, PARAMETERS)))
     except TypeError as error:
         return f"execute{signature} cannot be called with keyword arguments: {error}"
     return ""
@@ -163,7 +163,7 @@ def _find_problem(executor: type[AgentExecutorBase]) -> str:
 def _ignored_limit(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
     """Returns a message about the first of `limits` that the executor would ignore; "" if it accepts all."""
     for name in limits:
-        if name not in _accepted(executor.execute):
+        if not accepted(executor.execute, (name,)):
             return (
                 f"{LIMITS[name]} is set, and execute has no parameter {name}: add the parameter and observe "
                 "it, or leave the flag out"
@@ -179,14 +179,6 @@ LIMITS = {
 PARAMETERS = (*("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine"), *LIMITS)
 
 
-def _accepted(execute: Callable) -> tuple[str, ...]:
-    """Returns the names in PARAMETERS that `execute` accepts as keyword arguments."""
-    parameters = inspect.signature(execute).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return PARAMETERS
-    return tuple(name for name in PARAMETERS if name in parameters)
-
-
 class UserExecutor(AgentExecutorBase):
     """Wraps a user's executor. Converts its errors to EnvironmentFailed, except RewardError and
     StepTimeout."""
@@ -195,7 +187,7 @@ class UserExecutor(AgentExecutorBase):
         super().__init__()
         self.reference, self.source = reference, f"{reference}: execute"
         self.executor, self.setting = executor, setting
-        self._accepted = _accepted(executor.execute)
+        self._accepted = accepted(executor.execute, PARAMETERS)
 
     @classmethod
     async def load(

@@ -2,10 +2,9 @@
 and a result queue when they are created."""
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase, Engine, called
@@ -31,7 +30,7 @@ def step_environment(path: str) -> type[AgentInstanceBase]:
 async def _step(function: Callable, states: Mapping[str, Any]) -> dict:
     """Calls `step(observation, action, label, ...)` and converts its result to the form of
     AgentInstanceBase.step."""
-    more = _accepted(function, {"sampling_params": states["sampling_params"]})
+    more = {name: states[name] for name in accepted(function, ("sampling_params",))}
     texts = states["observation_text"], states["action_text"]
     answer = await called(partial(function, *texts, states["label"], **more))
     named = _named(answer) if isinstance(answer, tuple) else answer
@@ -52,15 +51,11 @@ def _named(answer: tuple) -> dict:
     return found
 
 
-def _accepted(function: Callable, more: dict[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of `names` that a function accepts as keyword arguments."""
     parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return more
-    return {name: value for name, value in more.items() if name in parameters}
-
-
-def has_step(module: ModuleType) -> bool:
-    return callable(getattr(module, "step", None))
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return tuple(name for name in names if takes_all or name in parameters)
 
 
 # Versions 0.8.5 to 0.8.10: an executor gets an engine and a queue when it is created, for all episodes.

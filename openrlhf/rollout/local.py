@@ -30,7 +30,8 @@ class LocalEngine:
         self.failures: dict[int, str] = {}
         self.dead: set[int] = set()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self.engine = self.call(_made(build or kind, options))
         free = None
         if options.on_gpu:
@@ -49,6 +50,8 @@ class LocalEngine:
     def _end_loop(self) -> None:
         self.call(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(TIMEOUT)
+        self._loop.close()
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self.call(self.engine.init_weight_transfer_engine(init_info))

@@ -15,8 +15,8 @@ from openrlhf.algorithms.advantages.groups import group_std, is_singleton
 from openrlhf.algorithms.advantages.returns import explained_variance, token_rewards
 from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.mismatch import mismatch_metrics
-from openrlhf.algorithms.reductions import BLOCK, blockwise, mean, whiten
-from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
+from openrlhf.algorithms.reductions import BLOCK, blockwise, mean, segment_sum, whiten
+from openrlhf.algorithms.rewards import overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import PENALTIES, AlgoConfig, PPOConfig, RewardConfig
 from openrlhf.types import Batch, Metrics, Trajectory, as_tensor
 
@@ -57,7 +57,8 @@ def compute_advantages(
         sources = {t.sample: t.prompt.source for t in samples}.values()
         is_own = torch.tensor([source == other for other in sources])
         shaped = ESTIMATORS[name]().shape(step).where(is_own, shaped)
-    clipped = clip(shaped, *reward.clip_range)[step.episodes]
+    in_range = shaped.clamp(*reward.clip_range)
+    clipped = in_range[step.episodes]
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, as_tensor(batch.teacher_log_probs), torch.sub)
     turn_rewards = rewards_of_earlier_turns(samples) if estimator.discounts else None
@@ -82,7 +83,7 @@ def compute_advantages(
         metrics["critic/explained_variance"] = explained_variance(step.values, returns)
     center = mean(advantages)
     metrics |= _reward_metrics(step.rewards, step.group_ids) | {
-        "reward/clipped_fraction": float((clip(shaped, *reward.clip_range) != shaped).double().mean()),
+        "reward/clipped_fraction": float((in_range != shaped).double().mean()),
         "reward/shaped_min": float(shaped.min()),
         "reward/shaped_max": float(shaped.max()),
         "reward/return_mean": _total(per_action) / len(counts),
@@ -136,7 +137,10 @@ def log_prob_metrics(batch: Batch, estimator: str, kl: Tensor | None = None) -> 
     log_probs = torch.from_numpy(batch.log_probs)
     rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), as_tensor(batch.staleness)
     counts = torch.from_numpy(batch.num_actions)
-    metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness, counts)
+    metrics: Metrics = {}
+    if (sampled := ~rollout_log_probs.isnan()).any():  # False: an answer of `Run.given`
+        ages, counts = None if staleness is None else staleness[sampled], segment_sum(sampled.long(), counts)
+        metrics = mismatch_metrics(log_probs[sampled], rollout_log_probs[sampled], ages, counts)
     if batch.ref_log_probs is not None:
         ref_log_probs = torch.from_numpy(batch.ref_log_probs)
         if kl is None:

@@ -113,11 +113,10 @@ class Collector:
         prompts: PromptSampler | PromptDraws,
         rollout: Rollout,
         on_group: Callable[[PromptGroup], None],
-        staleness_limit: StalenessLimit | None = None,
     ) -> None:
-        """`on_group`: called with each finished group. `staleness_limit`: None: from `config`."""
+        """`on_group`: called with each finished group."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
-        self.staleness_limit = staleness_limit or StalenessLimit.from_config(config)
+        self.staleness_limit = StalenessLimit.from_config(config)
         self._draws = prompts if isinstance(prompts, PromptDraws) else None
         self._mixes_epochs = self._filters or self._draws is not None
         self._under_way: dict[GroupKey, Prompt] = {}

@@ -8,9 +8,6 @@ from statistics import fmean
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Metrics, Trajectory, not_none
 
-Samples = list[Trajectory]
-"""The finished samples of one prompt, at least one."""
-
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Returns the `eval/...` metrics of each source and overall. There must be at least one sample. n is the
@@ -27,7 +24,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     source whose samples all failed has no metrics.
     """
     samples = [t for t in trajectories if t.is_first]
-    groups: dict[str, dict[int, Samples]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     for t in samples:
         if t.ok:
             groups[t.prompt.source][t.prompt.prompt_id].append(t)
@@ -64,7 +61,8 @@ def as_scores(key: str) -> str:
     return re.sub(r"_pass(\d+)$", r"_best_of\1", re.sub("_pass1$", "_score_mean", key))
 
 
-def _score_metrics(prefix: str, prompts: Sequence[Samples], ks: Sequence[int]) -> Metrics:
+def _score_metrics(prefix: str, prompts: Sequence[list[Trajectory]], ks: Sequence[int]) -> Metrics:
+    """`prompts`: the finished samples of each, at least one."""
     scores = [[not_none(t.score) for t in group] for group in prompts]
     best = {k: fmean(expected_best(s, min(k, len(s))) for s in scores) for k in ks}
     passes = {f"{prefix}pass{k}": value for k, value in best.items()}

@@ -1,4 +1,4 @@
-"""Loads the language models of training commands, with the precision and kernels of `ds.*`; tokenizers."""
+"""Loads the models of training commands, with the precision and kernels of `ds.*`; tokenizers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from openrlhf.config.supervised import MODEL_FLAG
 from openrlhf.models.loading import apply_kwargs, check_class, load_causal_lm, load_config, load_tokenizer
+from openrlhf.models.scorer import ScoreModel, load_scorer
 
 
 def load_language_model(config: Any, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
     return load_causal_lm(path, flag=flag, in_4bit=in_4bit, **loading_options(config, flag))
+
+
+def load_reward_model(config: Any, path: str, flag: str, **options: Any) -> ScoreModel:
+    """Loads a reward model, or a language model with a new head. `options`: further arguments of
+    `load_scorer`."""
+    head = config.ds.value_head_prefix
+    return load_scorer(path, flag=flag, head_prefix=head, **loading_options(config, flag), **options)
 
 
 def model_kwargs(config: Any, flag: str) -> Mapping[str, Any]:

@@ -64,11 +64,13 @@ def training_schedule(
         many groups, and there are at most as many batches as groups.
     """
     rng = random.Random(repr(seed))
-    units = [[i] for i in trained_on] if groups is None else _grouped(trained_on, groups)
+    units: dict[Hashable, list[int]] = {}
+    for i in trained_on:
+        units.setdefault(i if groups is None else groups[i], []).append(i)
     steps = []
     num_batches = min(num_batches, len(units))
     for _ in range(epochs):
-        order = rng.sample(units, len(units))
+        order = rng.sample([*units.values()], len(units))
         for b in range(num_batches):
             of_step = [i for unit in order[b::num_batches] for i in unit]
             if token_ids is None:
@@ -118,14 +120,6 @@ def build_schedule(
         token_ids=token_ids,
         groups=groups,
     )
-
-
-def _grouped(trained_on: Sequence[int], groups: Sequence[Hashable]) -> list[list[int]]:
-    """Returns the samples of each group, in order."""
-    of_groups: dict[Hashable, list[int]] = {}
-    for i in trained_on:
-        of_groups.setdefault(groups[i], []).append(i)
-    return [*of_groups.values()]
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:

@@ -41,12 +41,11 @@ from openrlhf.models.scorer import ValueModel
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.observability.hooks.load import attached
-from openrlhf.training.models import load_language_model
+from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
-from openrlhf.training.reward_models import load_reward_model
 from openrlhf.training.worker import ModelWorker, row_groups
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample
 

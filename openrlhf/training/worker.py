@@ -40,8 +40,7 @@ from openrlhf.models.loading import (
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import score_statistics
 from openrlhf.rewards.models import RewardReader
-from openrlhf.training.models import load_language_model
-from openrlhf.training.reward_models import load_reward_model
+from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.types import Batch, PackedRow, Trajectory
 
 ModelT = TypeVar("ModelT", TrainedRank, FrozenRank)

@@ -143,7 +143,7 @@ def lay_out(
     tokens_of_row = train.max_tokens_per_gpu * (mesh.sequence if mesh else 1)
     return MiniBatches(
         dataset,
-        task.collate,
+        task.row_type.of,
         batch_size=batch_size,
         micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
         max_tokens=tokens_of_row if train.dynamic_batch_enable else None,

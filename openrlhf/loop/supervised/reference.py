@@ -76,7 +76,8 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> Refe
     model = cache(lambda: run.engine if is_policy else load())
 
     def compute(dataset: Samples) -> np.ndarray:
-        return values_of_items(model(), run.in_order(dataset), read, len(dataset), run.mesh)
+        batches = run.lay_out(dataset, batch_size=run.config.train.batch_size, shuffle=False)
+        return values_of_items(model(), batches, read, len(dataset), run.mesh)
 
     run.attach_reference(lambda dataset: _cached_log_probs(run, path, dataset, partial(compute, dataset)))
     return None

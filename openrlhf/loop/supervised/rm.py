@@ -11,8 +11,8 @@ from openrlhf.config.supervised_commands import RM
 from openrlhf.data.preference import build_pairs
 from openrlhf.loop.supervised.task import Task
 from openrlhf.models.scorer import ScoreModel
+from openrlhf.training.models import load_reward_model
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
-from openrlhf.training.reward_models import load_reward_model
 from openrlhf.types import PairRow
 
 if TYPE_CHECKING:
@@ -32,10 +32,8 @@ class PairTask(Task[ConfigT]):
     score_last_token: ClassVar[bool]
     """True if only the last token of each answer is scored (`build_pairs`)."""
 
-    @property
-    def margin_key(self) -> str | None:
-        """Column with the margins; None if they are not used."""
-        return None
+    margin_key: str | None = None
+    """Column with the margins; None if they are not used."""
 
     def builder(self) -> partial:
         options = {"score_last_token": self.score_last_token, "margin_key": self.margin_key}
@@ -47,9 +45,9 @@ class RewardModelTask(PairTask[RMConfig]):
     score_last_token = True
     learns_ends = False
 
-    @property
-    def margin_key(self) -> str | None:
-        return self.config.margin_key
+    def __init__(self, config: RMConfig) -> None:
+        super().__init__(config)
+        self.margin_key = config.margin_key
 
     def load_model(self, tokenizer: PreTrainedTokenizerBase) -> ScoreModel:
         config, in_4bit = self.config, self.config.ds.load_in_4bit

@@ -142,10 +142,6 @@ class SupervisedRun(Generic[ConfigT]):
             shares_prefixes=self.shares_prefixes,
         )
 
-    def in_order(self, dataset: Dataset) -> MiniBatches[Row]:
-        """Returns batches that contain every item once, in order."""
-        return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
-
     def attach_reference(self, answers: Callable[[Samples], np.ndarray]) -> None:
         """Adds reference log-probs `answers(dataset)`, (n, 2), to the training set and the evaluation set.
         Each item has two samples."""

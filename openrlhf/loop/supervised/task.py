@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.backends.base import Objective, Row
+from openrlhf.backends.base import Objective
 from openrlhf.config.command import Command
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.models.backbone import RowModel
@@ -51,10 +51,6 @@ class Task(ABC, Generic[ConfigT]):
         """Binds `options`, and the parameters of `build` that are named as flags of the section `data`."""
         data = {field.name: getattr(self.config.data, field.name) for field in fields(self.config.data)}
         return partial(build, **{n: data[n] for n in signature(build).parameters if n in data}, **options)
-
-    def collate(self, items: list) -> Row:
-        """Packs items of the dataset into one row."""
-        return self.row_type.of(items)
 
     def load_model(self, tokenizer: PreTrainedTokenizerBase) -> RowModel:
         """Builds the module to train, not yet on its device. The engine decides where to call it."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from openrlhf.algorithms.distillation import Divergence, LinearHead
 from openrlhf.algorithms.reductions import token_mean
-from openrlhf.algorithms.token_loss import negative_log_likelihood
 from openrlhf.models.student import TeacherTargets
 from openrlhf.types import LossNorm, PackedRow
 
@@ -31,7 +30,7 @@ class DistillationObjective:
         """`model` is a `models.student.StudentModel`, possibly wrapped by an engine."""
         teacher_targets = TeacherTargets(self.teacher(batch), self.teacher_head)
         scores = model(batch, teacher_targets=teacher_targets, temperature=self.temperature, kind=self.kind)
-        nll = token_mean(negative_log_likelihood(scores.log_probs), norm)
+        nll = token_mean(-scores.log_probs, norm)
         divergence = token_mean(scores.divergence, norm)
         loss = (1 - self.coef) * nll + self.coef * self.temperature**2 * divergence
         metrics = {"kd/loss": loss.detach(), "kd/nll": nll.detach(), "kd/kl": divergence.detach()}

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from openrlhf.algorithms.reductions import token_mean
-from openrlhf.algorithms.token_loss import negative_log_likelihood
 from openrlhf.types import LossNorm, PackedRow
 
 
@@ -17,5 +16,5 @@ class SFTObjective:
     def __call__(self, model: Callable, batch: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
         scores = model(batch, temperature=1.0, summed=True)
-        loss = token_mean(negative_log_likelihood(scores.log_probs), norm)
+        loss = token_mean(-scores.log_probs, norm)
         return loss, {"sft/loss": loss.detach()}

@@ -1,7 +1,6 @@
-import pytest
 import torch
 
-from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
+from openrlhf.algorithms.rewards import overlong_penalty, stop_properly_penalty
 
 
 def test_overlong():
@@ -17,7 +16,3 @@ def test_stop_properly():
     assert stop_properly_penalty(rewards, truncated, coef=0.25).tolist() == [4, 1, -1]
     assert stop_properly_penalty(rewards, truncated, coef=0.0).tolist() == [4, 0, 0]
     assert stop_properly_penalty(rewards, truncated, coef=-0.5).tolist() == [4, -0.5, -0.5]
-
-
-def test_clip():
-    assert clip(torch.tensor([-20.0, 3.0, 20.0]), -10, 5).tolist() == pytest.approx([-10, 3, 5])

@@ -4,17 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.token_loss import label_cross_entropy, negative_log_likelihood
+from openrlhf.algorithms.token_loss import label_cross_entropy
 
 
 def logits_of(*rows: list[float]) -> Tensor:
     """Returns logits of distributions, each with its own constant added."""
     return torch.tensor(rows, dtype=torch.float64).log() + torch.arange(1.0, len(rows) + 1)[:, None]
-
-
-def test_negative_log_likelihood():
-    log_probs = torch.tensor([-1.0, 0.0, -3.5])
-    assert negative_log_likelihood(log_probs).tolist() == [1.0, 0.0, 3.5]
 
 
 def test_hard_labels_by_hand():

@@ -187,7 +187,7 @@ def test_a_loop_continues_from_its_checkpoint(start, tmp_path):
         seen = []
         for _ in range(count):
             prompts = [rl.Prompt(prompt_id=i, epoch=run.step, text=text) for i, text in enumerate(QUESTIONS)]
-            groups = run.reward(run.sample(prompts), by_length).result(60)
+            groups = run.reward(run.sample([*prompts, "Ann has"]), by_length).result(60)
             metrics = run.update(run.batch(groups))
             run.sync().result(60)
             run.log(metrics, groups)
@@ -199,7 +199,9 @@ def test_a_loop_continues_from_its_checkpoint(start, tmp_path):
     assert whole.save_state({"seen": 2, "note": "text"}).result(60) == "global_step2"
     rest = steps(whole, 2)
     whole.close()
+    assert whole._rollout._loop.is_closed()  # else each run of a program would keep three files open
     again = start()
+    again._estimator.load_state_dict = None  # not called: the estimator has saved nothing
     assert again.load_state() == {"seen": 2, "note": "text"}
     assert again.step == 2
     assert steps(again, 2) == rest
@@ -209,6 +211,23 @@ def test_a_loop_continues_from_its_checkpoint(start, tmp_path):
     rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all("reward/mean" in row and "policy/loss" in row for row in rows)
+
+
+def test_a_checkpoint_has_the_state_and_the_step_of_its_call(start, tmp_path):
+    """The loop goes on with the same dict while the checkpoint waits for its turn."""
+    run, go = start(**{"ckpt.path": tmp_path / "ckpt"}), Event()
+    state = run.state
+    state["seen"] = [1]
+    run._lanes.on("models", go.wait, 10)
+    saved = run.save_state()
+    state["seen"].append(2)
+    run.log({})
+    go.set()
+    assert saved.result(60) == "global_step0" and run.state is state
+    run.close()
+    again = start(**{"ckpt.path": tmp_path / "ckpt"})
+    assert again.load_state() is again.state
+    assert again.state == {"seen": [1]} and again.step == 0
 
 
 def test_nothing_is_loaded_where_nothing_was_saved(start):
@@ -480,6 +499,9 @@ def test_given_answers_are_those_that_supervised_training_learns(start, model, t
     loss = run.forward_backward(batch, lambda log_probs, batch: (-log_probs.mean(), {})).result(60)
     assert loss["policy/loss"] == pytest.approx(-log_probs.mean(), abs=1e-6)
     assert np.isnan(batch.rollout_log_probs).all(), "no engine sampled these tokens"
+    mixed = run.batch([*groups, *run.sample(QUESTIONS[:1]).result(60)])
+    mixed.result(60)
+    assert run._measured["mismatch/abs_diff_max"] < 1e-4, "of the tokens that it sampled"
 
 
 def test_a_run_on_a_cluster_has_the_defaults_of_the_command(model, tmp_path):
@@ -540,13 +562,17 @@ def test_a_loop_that_lost_a_process_is_started_again(start, monkeypatch, capfd):
 
 def test_the_kl_coefficient_adapts_by_episodes(start):
     """An agent that rewrites its history has several sequences in an episode."""
-    run = start(**{"algo.kl.init_coef": 0.1, "algo.kl.target": 0.5, "algo.kl.horizon": 100})
+    kl = {"algo.kl.init_coef": 0.1, "algo.kl.target": 0.5, "algo.kl.horizon": 100}
+    run = start(**kl, **{"train.batch_size": 6})
     groups = run.reward(run.sample(QUESTIONS, n=2), by_length).result(60)
     twice = [
         replace(group, trajectories=[replace(t, part=part) for t in group.trajectories for part in (0, 1)])
         for group in groups
     ]
-    run.update(run.batch(twice)).result(60)
+    batch = run.batch(twice)
+    run.batch(groups[:1])  # the last batch is another one
+    run.update(batch).result(60)
+    assert run._roles.policy.workers[0].worker.model.steps == 1  # a batch of 6 episodes, in 12 sequences
     expected = KLController(coef=0.1, target=0.5, horizon=100).update(0.0, 6)  # 3 questions, 2 answers each
     assert run.kl.coef == pytest.approx(expected.coef, rel=1e-6)
 

@@ -364,7 +364,8 @@ def test_batches_are_trained_on_in_any_order_and_more_than_once(start):
         assert run.update(batch).result(60)["policy/ppo_kl"] != pytest.approx(0, abs=1e-6)
     fresh = run.batch(run.reward(run.sample(QUESTIONS), score)).result(60)
     with pytest.raises(rl.RunError, match=r"log-probs|log ratio"):
-        run._fresh.append(false := fresh.log_probs - 1)
+        false = fresh.log_probs - 1
+        run._origins.append(run._origins.pop()._replace(log_probs=lambda: false))
         run.update(replace(fresh, log_probs=false)).result(60)
 
 
@@ -373,8 +374,22 @@ def test_an_update_without_a_known_ratio_is_refused(start):
     groups = run.reward(run.sample(QUESTIONS), lambda *texts: range(12))
     batch = run.batch(groups, log_probs=False)
     run.update(batch).result(60)
+    run.batch(groups, log_probs=False).result(60)  # another one, of the policy as it is now
     with pytest.raises(rl.UsageError, match="log_probs=False"):
         run.update(batch).result(60)
+
+
+@pytest.mark.parametrize("anchor, is_refused", [("recomputed", True), ("rollout", False)])
+def test_several_steps_on_a_batch_need_their_anchor(start, anchor, is_refused):
+    """12 samples, 4 in an optimizer step: the second one would have the ratio 1 to itself."""
+    run = start(**{"train.batch_size": 4, "algo.advantage.proximal_policy": anchor})
+    groups = run.reward(run.sample(QUESTIONS), lambda *texts: range(12))
+    updated = run.update(run.batch(groups, log_probs=False))
+    if is_refused:
+        with pytest.raises(rl.UsageError, match="log_probs=False"):
+            updated.result(60)
+    else:
+        assert updated.result(60)["policy/ppo_kl"] != 0
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,17 @@ def test_every_machine_has_the_function_of_the_one_where_the_run_started(tmp_pat
     function.close()
 
 
+def test_the_program_of_a_loop_does_not_run_again(function_of, monkeypatch, tmp_path):
+    """It may be without `if __name__ == "__main__"`; multiprocessing runs it in each new process."""
+    program, main = tmp_path / "loop.py", sys.modules["__main__"]
+    program.write_text("raise SystemExit('the program runs again')")
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", str(program), raising=False)
+    function = function_of("def reward_func(queries, prompts, labels):\n    return [2.0]\n")
+    assert ask(function, [""]) == [reward(2.0)]
+    assert main.__file__ == str(program)
+
+
 USER_FILE = """
 import numpy, os, sys, time
 from openrlhf.agents.base import RewardError

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from records import trajectory
 
-from openrlhf.rollout.dispatch import LENGTH_WINDOW, SAMPLES_IN_FLIGHT, Balance
-from openrlhf.types import Prompt, Work, count_work, no_work
+from openrlhf.rollout.dispatch import LENGTH_WINDOW, SAMPLES_IN_FLIGHT, Balance, _num_answered
+from openrlhf.types import Prompt, PromptGroup, Work, count_work, no_work
 
 SLOTS = 256
 """Samples that an engine decodes at a time, with one token of each in a unit of time."""
@@ -143,6 +144,14 @@ def test_what_is_expected_follows_what_a_policy_writes() -> None:
     for _ in range(5 * LENGTH_WINDOW // 8):
         balance.update_expected_length("train", 8, 8 * 1000)
     assert balance.tokens_each[0] == pytest.approx(1000, rel=math.exp(-5))
+
+
+def test_an_episode_that_failed_before_it_read_its_prompt_has_no_length() -> None:
+    """Counted, its length would be minus that of the prompt, and the busiest engine might seem idle."""
+    asked = prompt(num_tokens=100)
+    failed = trajectory(None, prompt=asked, token_ids=[], action_mask=[])
+    answered = trajectory(prompt=asked, sample_index=1, actions=range(119))
+    assert _num_answered(PromptGroup(prompt=asked, trajectories=[failed, answered])) == (1, 20)
 
 
 def test_an_engine_has_room_for_what_it_can_work_on() -> None:

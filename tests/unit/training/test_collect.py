@@ -581,8 +581,7 @@ def test_prompts_of_a_step_are_limited_where_groups_are_filtered(filters, chunk,
 
 
 def ahead(world: World, **changes) -> World:
-    staleness_limit = replace(StalenessLimit.from_config(world.config), **changes)
-    world.collector = Collector(world.config, world.prompts, world, world.on_group, staleness_limit)
+    world.collector.staleness_limit = replace(world.collector.staleness_limit, **changes)
     return world
 
 

@@ -11,8 +11,7 @@ from openrlhf.config.supervised import DPOConfig, DPOModelConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.supervised.reference import REF_FLAG
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.training.models import check_loadable, load_language_model, model_kwargs
-from openrlhf.training.reward_models import load_reward_model
+from openrlhf.training.models import check_loadable, load_language_model, load_reward_model, model_kwargs
 
 
 def run_with(**options: Any) -> PPOConfig:
