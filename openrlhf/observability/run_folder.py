@@ -49,6 +49,7 @@ OWN_FILES = (
     "health.jsonl",
     "rollouts",
     "report.html",
+    "stacks.txt",
     "wandb_id.txt",
     "mlflow_id.txt",
     "swanlab_id.txt",
