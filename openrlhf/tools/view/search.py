@@ -24,9 +24,10 @@ _LOG = "list_filter(extra_logs, lambda log: log.name = ?)[1].value"
 
 
 LIMITS: dict[str, Any] = {f"{name}_{end}": (float | None, None) for name in RANGES for end in ("min", "max")}
+Limits: Any = create_model("Limits", **LIMITS)
 
 
-class Search(create_model("Limits", **LIMITS)):
+class Search(Limits):
     """A filter, an order and a page. None and empty texts do not filter."""
 
     model_config = ConfigDict(extra="forbid")
