@@ -78,13 +78,16 @@ def test_a_pretrained_model_learns_sums_of_reasoning_gym(
 ) -> None:
     """The command that is printed and run has problems, none of them twice, and a reward that reads their
     labels."""
-    monkeypatch.setattr(demo, "fetch", lambda name: tiny_chat_model(tmp_path / name, seed=0))
+    monkeypatch.setattr(demo, "fetch", lambda name: tiny_chat_model(tmp_path / "my models" / name, seed=0))
     monkeypatch.setattr(demo, "_show_result", lambda folder, steps: "4 - 1 =")
     runs: list[PPOConfig] = []
     monkeypatch.setattr(demo, "run_rl", lambda config, argv: runs.append(config))
     demo.run(tmp_path, "smollm2", 7, 3)
     (config,) = runs
-    assert config.actor.model_name_or_path == str(tmp_path / "smollm2") and config.train.max_steps == 3
+    assert (
+        config.actor.model_name_or_path == str(tmp_path / "my models" / "smollm2")
+        and config.train.max_steps == 3
+    )
     trained, held_out = (
         [json.loads(line) for line in Path(file).read_text().splitlines()]
         for file in (config.data.prompt_dataset, config.eval.dataset)
