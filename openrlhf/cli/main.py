@@ -21,6 +21,8 @@ OWN = {
     "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
 }
 """Command of this folder -> (its module, summary for `--help`)."""
+MODULES = {module: name for name, (module, _) in OWN.items()} | {"interactive_chat": "chat"}
+"""Module of this folder with another name than its command -> the command."""
 OURS = {name: (f"openrlhf.cli.{module}", summary) for name, (module, summary) in OWN.items()}
 OURS |= {
     name: (module, summary)
@@ -58,11 +60,10 @@ def _tell(name: str) -> None:
     elif name == "--version":
         print(f"openrlhf {metadata.version('openrlhf')}")
     else:
-        modules = {module: command for command, (module, _) in OWN.items()} | {"interactive_chat": "chat"}
         alike = [command for command in COMMANDS if name in command or abs(len(command) - len(name)) < 2]
         near = difflib.get_close_matches(name, alike, n=1, cutoff=0.5)
-        near = near or difflib.get_close_matches(name, modules, n=1, cutoff=0.8)
-        remedy = f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else ""
+        near = near or difflib.get_close_matches(name, MODULES, n=1, cutoff=0.8)
+        remedy = f"did you mean `openrlhf {MODULES.get(near[0], near[0])}`?" if near else ""
         remedy = remedy or f"the commands are {', '.join(COMMANDS)}, see `openrlhf --help`"
         text = f"there is no such command; {remedy}"
         raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag="openrlhf", value=repr(name))

@@ -64,7 +64,8 @@ OPTIONS = {
 TARGETS = {
     target for line in (ROOT / "Makefile").read_text().splitlines() if (target := line.partition(":")[0])
 }
-MODULES = {f"openrlhf.cli.{at.rpartition('.')[2]}": name for name, (at, _) in main.COMMANDS.items()}
+MODULES = dict(zip(main.COMMANDS, main.COMMANDS, strict=True)) | main.MODULES
+MODULES = {f"openrlhf.cli.{module}": name for module, name in MODULES.items()}
 RUN = """
 actor: {model_name_or_path: org/model}
 data: {prompt_dataset: org/rows}
