@@ -101,24 +101,22 @@ def errors_page() -> str:
     parts = [HEAD]
     for code, meaning in meanings().items():
         about = CODES[code]
-        files = [f"{name}: {content.strip()}" for name, content in about.example.files.items()]
-        example = "\n".join([*files, f"$ {about.example.command}", about.example.message])
         parts += [
             f"### `{code}`\n",
             paragraph(meaning) + "\n",
             paragraph(f"**Causes.** {about.causes}") + "\n",
         ]
-        parts += [paragraph(f"**Remedy.** {about.remedy}") + "\n", f"```text\n{example}\n```\n"]
+        parts += [paragraph(f"**Remedy.** {about.remedy}") + "\n", f"```text\n{about.example}\n```\n"]
     return "\n".join([*parts, TAIL])
 
 
 def messages_page() -> str:
     """Returns docs/messages.md."""
     parts = [MESSAGES_HEAD]
-    for source in dict.fromkeys(message.source for message in MESSAGES):
+    for source in dict.fromkeys(source for source, _ in MESSAGES):
         parts.append(f"## {'The system' if source == 'system' else source}\n")
-        for message in (message for message in MESSAGES if message.source == source):
-            parts += [f"### `{message.name}`\n", f"```text\n{message.sample}\n```\n"]
+        for name, message in ((name, m) for (of, name), m in MESSAGES.items() if of == source):
+            parts += [f"### `{name}`\n", f"```text\n{message.sample}\n```\n"]
             parts += [paragraph(message.meaning) + "\n", paragraph(f"**Remedy.** {message.remedy}") + "\n"]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -72,8 +72,6 @@ def flags_of_commands() -> dict[str, list[Flag]]:
     for name in COMMANDS:
         if name in configured:
             found[name] = _flags_of_configuration(configured[name])
-        elif name == "data":
-            found[name] = [Flag("samples", "number of samples"), Flag("no_color", "no colours")]
         else:
             parser = parser_of(name)
             found[name] = _flags_of_parser(parser) if parser else []
@@ -106,10 +104,9 @@ def _flags_of_parser(parser: argparse.ArgumentParser) -> list[Flag]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             flags += [flag for inner in action.choices.values() for flag in _flags_of_parser(inner)]
-        for option in action.option_strings:
-            if option.startswith("--"):
-                values = tuple(map(str, action.choices or ()))
-                flags.append(Flag(option[2:], _first_sentence(action.help or ""), values))
+        if names := [option[2:] for option in action.option_strings if option.startswith("--")]:
+            values = tuple(map(str, action.choices or ()))
+            flags.append(Flag(names[0], _first_sentence(action.help or ""), values))
     return flags
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from types import ModuleType
 
+from openrlhf import tools
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.plugins import registered
 
@@ -20,16 +21,13 @@ OWN = {
     "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
 }
 """Command of this folder -> (its module, summary for `--help`)."""
-TOOLS = ("demo", "fetch", "plan", "verify", "doctor", "view", "replay", "serve")
-"""Folders of `openrlhf.tools` that have commands."""
-
-
-FOLDERS = {"openrlhf.cli": OWN}
-FOLDERS |= {f"openrlhf.tools.{tool}": import_module(f"openrlhf.tools.{tool}").COMMANDS for tool in TOOLS}
-OURS = {
-    name: (f"{folder}.{module}", summary)
-    for folder, commands in FOLDERS.items()
-    for name, (module, summary) in commands.items()
+MODULES = {module: name for name, (module, _) in OWN.items()} | {"interactive_chat": "chat"}
+"""Module of this folder with another name than its command -> the command."""
+OURS = {name: (f"openrlhf.cli.{module}", summary) for name, (module, summary) in OWN.items()}
+OURS |= {
+    name: (module, summary)
+    for module, commands in tools.COMMANDS.items()
+    for name, summary in commands.items()
 }
 COMMANDS = OURS | {
     name: (point.module, f"of the package {point.dist.name if point.dist else point.module}")
@@ -42,15 +40,9 @@ COMMANDS = OURS | {
 
 def reader_of(name: str) -> tuple[ModuleType, Callable[[Sequence[str]], None]]:
     """Returns the module that reads a command's flags, and the function that does and then runs the command:
-    that of its name in the module `flags` of its folder, or else `main` of its own module."""
-    place, _ = COMMANDS[name]
-    folder, _, _ = place.rpartition(".")
-    if name in OURS and name not in OWN:
-        flags = import_module(f"{folder}.flags")
-        if hasattr(flags, name):
-            return flags, getattr(flags, name)
-    module = import_module(place)
-    return module, module.main
+    `main`, or that of the command's name in a module of several commands."""
+    module = import_module(COMMANDS[name][0])
+    return module, getattr(module, "main", None) or getattr(module, name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,11 +60,10 @@ def _tell(name: str) -> None:
     elif name == "--version":
         print(f"openrlhf {metadata.version('openrlhf')}")
     else:
-        modules = {module.rpartition(".")[2]: command for command, (module, _) in COMMANDS.items()}
         alike = [command for command in COMMANDS if name in command or abs(len(command) - len(name)) < 2]
         near = difflib.get_close_matches(name, alike, n=1, cutoff=0.5)
-        near = near or difflib.get_close_matches(name, modules, n=1, cutoff=0.8)
-        remedy = f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else ""
+        near = near or difflib.get_close_matches(name, MODULES, n=1, cutoff=0.8)
+        remedy = f"did you mean `openrlhf {MODULES.get(near[0], near[0])}`?" if near else ""
         remedy = remedy or f"the commands are {', '.join(COMMANDS)}, see `openrlhf --help`"
         text = f"there is no such command; {remedy}"
         raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag="openrlhf", value=repr(name))

@@ -50,6 +50,7 @@ OWN_FILES = (
     "rollouts",
     "report.html",
     "tensorboard",
+    "stacks.txt",
     "wandb_id.txt",
     "mlflow_id.txt",
     "swanlab_id.txt",

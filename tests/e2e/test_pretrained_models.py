@@ -27,8 +27,9 @@ from openrlhf.loop.machines import resolve
 from openrlhf.loop.rl_command import run
 from openrlhf.observability.journal import read_journal
 from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.tools.command_line.arguments import check_packages
 from openrlhf.tools.fetch.fetch import fetch
-from openrlhf.tools.fetch.flags import check_packages
+from openrlhf.tools.fetch.flags import NEEDED
 from openrlhf.tools.verify.subjects import truncate_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -49,7 +50,7 @@ def pretrained() -> Callable[[str], Path]:
         if folder := os.environ.get("OPENRLHF_TEST_MODELS"):
             return Path(folder, name)
         try:
-            check_packages()
+            check_packages(NEEDED)
             return fetch(name, CACHE / name)
         except (RunError, UsageError) as error:
             if error.code not in UNAVAILABLE:

@@ -15,7 +15,7 @@ from test_rl import COLOCATED, COMMON, train
 import openrlhf
 from openrlhf.observability.run_folder import read_jsonl, to_json
 from openrlhf.tasks.prepare import TaskFiles
-from openrlhf.tools.replay.bisect import run_commits
+from openrlhf.tools.replay.replay import bisect_versions
 from openrlhf.tools.replay.replay import run as replay
 
 pytestmark = pytest.mark.slow
@@ -92,12 +92,12 @@ def test_two_versions_of_the_code(task: TaskFiles, tmp_path: Path, capsys) -> No
     loss.write_text(code.replace("return -log_probs", "return -log_probs * 1.001"))
     committed(clone, "loss")
     before = files_of(tmp_path)
-    assert run_commits(tmp_path / "run", ["HEAD~1", "HEAD"], 5, clone) == 1
+    assert bisect_versions(tmp_path / "run", ["HEAD~1", "HEAD"], 5, clone) == 1
     out = capsys.readouterr().out
     assert "step 5 computed by two commits, from the checkpoint of step 4" in out
     assert "first difference: step 5, metrics, sft/loss" in out
     assert "checkpoint of the model of step 5" in out and "weights.model." in out
-    assert run_commits(tmp_path / "run", ["HEAD~2", "HEAD~1"], 5, clone) == 0
+    assert bisect_versions(tmp_path / "run", ["HEAD~2", "HEAD~1"], 5, clone) == 0
     assert "equal: metrics of step 5; checkpoint of the model of step 5" in capsys.readouterr().out
     assert files_of(tmp_path) == before
 

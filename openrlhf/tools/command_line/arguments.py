@@ -1,9 +1,11 @@
 """The argument parser of commands without a configuration class; lengths that follow from a model."""
 
 import argparse
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, flag_values, waiting
@@ -42,11 +44,26 @@ def run(reference: str, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def check_packages(remedies: Mapping[str, str]) -> None:
+    """Raises UsageError if one is not installed. `remedies`: package -> what needs it, and its remedy."""
+    for package, remedy in remedies.items():
+        if find_spec(package) is None:
+            raise UsageError(ErrorCode.MISSING_PACKAGE, f"{package} is not installed, and {remedy}")
+
+
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Returns the parser of whole numbers from `least` to `most`."""
+    limits = f"at least {least}" + (f" and at most {most}" if most < math.inf else "")
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {limits}")
+        return int(text)
+
+    return parse
+
+
+positive = whole(1)
 
 
 def fitting_lengths(

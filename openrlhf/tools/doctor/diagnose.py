@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.api import counted, find_secrets, redact, run_environment
+from openrlhf.api import KEY_METRICS, counted, find_secrets, redact, run_environment
 from openrlhf.tools.command_line.installation import facts
 from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.command_line.terminal import build_console, say
@@ -35,18 +35,6 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     speed_findings,
 )
 
-SIGNS = (
-    "rollout/reward_mean",
-    "reward/zero_std_fraction",
-    "rollout/failed_ratio",
-    "rollout/truncated_rate",
-    "rollout/duplicate_ratio",
-    "policy/entropy",
-    "mismatch/abs_diff_mean",
-    "grad_norm",
-    "timing/step_total",
-)
-"""Metrics that are printed for a healthy run."""
 COLORS = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
 
@@ -75,9 +63,9 @@ def describe_state(run: RunRecord) -> str:
 
 
 def list_signs(run: RunRecord) -> Iterator[str]:
-    scores = [name for name in run.names("eval/") if name.endswith("_score_mean")]
-    losses = [name for name in run.names("") if name.endswith(("/loss", "/accuracy"))]
-    for name in (*scores, *SIGNS, *losses):
+    """Yields the courses of the metrics that a run shows on its lines, for a healthy run."""
+    held_out = [n for n in run.names("eval/") if n.endswith(("_score_mean", "/loss", "/accuracy"))]
+    for name in (*held_out, *KEY_METRICS, "timing/step_total"):
         if len(series := run.series(name)):
             yield series.describe()
 

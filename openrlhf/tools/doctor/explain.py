@@ -6,11 +6,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import starmap
 from pathlib import Path
 
 from openrlhf.api import ErrorCode, UsageError
 from openrlhf.tools.doctor.codes import CODES, meanings
-from openrlhf.tools.doctor.messages import MESSAGES, Message, find_messages
+from openrlhf.tools.doctor.messages import MESSAGES, find_messages
 
 LONGEST = 4 << 20
 """Bytes at the end of a log that are read."""
@@ -26,7 +27,7 @@ def explain(words: list[str]) -> int:
     text = " ".join(words)
     texts = [*_explained(_read(text))] if text else [_list()]
     if not texts:
-        known = [*CODES, *(message.name for message in MESSAGES)]
+        known = [*CODES, *(name for _, name in MESSAGES)]
         names = difflib.get_close_matches(text, known, n=3, cutoff=0.5)
         near = f"did you mean {' or '.join(names)}?" if names else "`openrlhf explain` lists what is known."
         raise UsageError(
@@ -56,21 +57,18 @@ def _explained(text: str) -> Iterator[str]:
     name = text.strip().strip("[]")
     codes = [name] if name in CODES else re.findall(r"\[([a-z-]+)\]\s*$", text, re.MULTILINE)
     yield from (_of_code(ErrorCode(code)) for code in dict.fromkeys(codes) if code in CODES)
-    named = [message for message in MESSAGES if message.name == name]
-    yield from map(_of_message, named or find_messages(text))
+    named = [key for key in MESSAGES if key[1] == name]
+    yield from starmap(_of_message, named or find_messages(text))
 
 
 def _of_code(code: ErrorCode) -> str:
-    about = CODES[code]
-    files = [f"{name}: {content.strip()}" for name, content in about.example.files.items()]
-    example = "\n".join([*files, f"$ {about.example.command}", about.example.message])
-    title = f"{code}: {meanings()[code]}"
-    return _explanation(title, causes=about.causes, remedy=about.remedy, example=example)
+    about, title = CODES[code], f"{code}: {meanings()[code]}"
+    return _explanation(title, causes=about.causes, remedy=about.remedy, example=about.example)
 
 
-def _of_message(message: Message) -> str:
-    title = f"{message.name}: an error of {message.source}"
-    return _explanation(title, text=message.sample, meaning=message.meaning, remedy=message.remedy)
+def _of_message(source: str, name: str) -> str:
+    about, title = MESSAGES[source, name], f"{name}: an error of {source}"
+    return _explanation(title, text=about.sample, meaning=about.meaning, remedy=about.remedy)
 
 
 def _explanation(title: str, **parts: str) -> str:
@@ -92,5 +90,5 @@ def _list() -> str:
     width = min(WIDEST, shutil.get_terminal_size().columns) - 29
     line = lambda name, text: f"  {name:<26} {textwrap.shorten(text, width, placeholder=' ...')}"
     codes = [line(*meaning) for meaning in meanings().items()]
-    messages = [line(message.name, message.meaning) for message in MESSAGES]
+    messages = [line(name, message.meaning) for (_, name), message in MESSAGES.items()]
     return "\n".join(["codes of openrlhf", *codes, "", "errors of libraries and of the system", *messages])

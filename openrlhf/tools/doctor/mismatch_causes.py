@@ -18,12 +18,11 @@ from openrlhf.tools.doctor.mismatch import Mismatch, MismatchRow, Signs, compute
 from openrlhf.tools.doctor.recompute import (
     MOST_LOGITS,
     Recomputed,
-    changed_frequencies,
     find_checkpoints,
     find_nucleus,
     hooked,
-    join_targets,
     log_probs,
+    replaced,
     tokenizer_at,
 )
 from openrlhf.tools.doctor.record import CERTAIN, LIKELY, RunRecord
@@ -77,7 +76,7 @@ class Examined:
 
     @cached_property
     def targets(self) -> Tensor:
-        return join_targets(self.rows)
+        return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in self.rows])).long()
 
     @cached_property
     def logits(self) -> Tensor:
@@ -93,26 +92,13 @@ class Examined:
         return torch.tensor(own).repeat_interleave(torch.tensor([len(r.actions) for r in self.rows]))[:, None]
 
     @cached_property
-    def limits(self) -> tuple[float, int]:
-        """Top-p and top-k of sampling; (1, -1) if the sampler samples from all tokens."""
-        return float(self.run.flag("rollout.top_p", 1.0)), int(self.run.flag("rollout.top_k", -1))
-
-    @property
-    def has_nucleus(self) -> bool:
-        return self.limits[0] < 1 or self.limits[1] > 0
-
-    @property
-    def keeps_nucleus(self) -> bool:
-        """True if the trainer normalises over the nucleus that the sampler recorded."""
-        return self.has_nucleus and int(self.run.flag("rollout.max_kept_tokens", 32)) > 0
-
-    @cached_property
     def nucleus(self) -> Tensor | None:
         """The sampler's nucleus, (A, V); None: all tokens."""
         return self.find_nucleus(self.logits, self.temperature)
 
     def find_nucleus(self, logits: Tensor, temperature: float | Tensor) -> Tensor | None:
-        return find_nucleus(logits, self.targets, temperature, *self.limits) if self.has_nucleus else None
+        has, limits = self.run.has_nucleus, self.run.limits
+        return find_nucleus(logits, self.targets, temperature, *limits) if has else None
 
     def over(self, nucleus: Tensor | None) -> np.ndarray:
         """Returns the log-probs of the actions, (A,), normalised over this nucleus."""
@@ -128,9 +114,9 @@ class Examined:
         nucleus = self.find_nucleus(*changed)
         lp = lambda of: log_probs(changed[0], self.targets, changed[1], of)
         sampler = trainer = lp(nucleus)
-        if self.has_nucleus:
-            trainer = lp(self.nucleus if self.keeps_nucleus else None)
-        takes_over = self.keeps_nucleus and self.is_trainers
+        if self.run.has_nucleus:
+            trainer = lp(self.nucleus if self.run.keeps_nucleus else None)
+        takes_over = self.run.keeps_nucleus and self.is_trainers
         of_trainer = self.over(nucleus) if takes_over else self.expected[1]
         return np.array([[sampler, of_trainer], [self.expected[0], trainer]])
 
@@ -147,7 +133,9 @@ class Examined:
         """Log-probs that both sides should have, (2, A): recomputed, or without weights the trainer's."""
         if not self.is_trainers:
             return np.array([self.trainer] * 2)
-        return np.array([self.over(self.nucleus), self.over(self.nucleus if self.keeps_nucleus else None)])
+        return np.array(
+            [self.over(self.nucleus), self.over(self.nucleus if self.run.keeps_nucleus else None)]
+        )
 
     @cached_property
     def size(self) -> float:
@@ -212,9 +200,7 @@ def examine(mismatch: Mismatch, model: Path | None, deadline: float) -> tuple[Ex
     """Loads the weights for the first step with a mismatch that has a checkpoint of them, or else an earlier
     version for the first step with a mismatch. Returns (None, reason) if they cannot be loaded."""
     run = mismatch.run
-    output = Path(str(run.flag("ckpt.output_dir", "")))
-    folder = Path(str(run.flag("ckpt.path", "") or output / "checkpoints"))
-    first = str(model or run.flag("actor.model_name_or_path", ""))
+    folder, first = run.checkpoint_folder, str(model or run.locate(run.flag("actor.model_name_or_path", "")))
     weights = {0: first} | find_checkpoints(folder) | find_checkpoints(folder / "_actor")
     try:
         step, version, policy = _load(mismatch, weights)
@@ -284,10 +270,10 @@ def _temperature(e: Examined) -> Variants:
 
 
 def _top_p(e: Examined) -> Variants:
-    if e.has_nucleus:
-        over = f"over those of top-p {e.limits[0]:g}, top-k {e.limits[1]}"
+    if e.run.has_nucleus:
+        over = f"over those of top-p {e.run.limits[0]:g}, top-k {e.run.limits[1]}"
         cases = [[e.over(e.nucleus), e.over(None)], [e.over(None), e.over(e.nucleus)]]
-        if e.keeps_nucleus:
+        if e.run.keeps_nucleus:
             yield f"one side normalises over all tokens, the other {over}", np.array(cases)
         else:
             text = f"--rollout.max_kept_tokens 0: the sampler normalises {over}, the trainer over all tokens"
@@ -301,7 +287,7 @@ def _top_p(e: Examined) -> Variants:
 
 
 def _nuclei(e: Examined) -> Variants:
-    if not e.keeps_nucleus:
+    if not e.run.keeps_nucleus:
         return
     for shift in (1, -1):
         moved = e.over(not_none(e.nucleus).roll(shift, 0).scatter(1, e.targets[:, None], True))
@@ -321,7 +307,7 @@ def _rope(e: Examined) -> Variants:
     for factor in FACTORS:
         changes.append((f"positions scaled by 1/{factor:g}", lambda f, factor=factor: f / factor))
     for text, change in changes if e.policy.frequencies else ():
-        with changed_frequencies(e.policy, change):
+        with replaced(e.policy.frequencies, "inv_freq", change):
             yield f"one side has {text}", e.either(e.policy.all_logits(e.rows))
 
 
@@ -344,7 +330,7 @@ def _others(e: Examined) -> Iterator[tuple[int, Recomputed]]:
 
 
 def _stale(e: Examined) -> Variants:
-    if not int(e.run.flag("ds.lora.rank", 0) or 0):
+    if not e.run.has_adapters:
         yield from _earlier_weights(e)
 
 
@@ -354,7 +340,7 @@ def _adapter(e: Examined) -> Variants:
         logits = e.policy.all_logits(e.rows)
         e.policy.model.enable_adapters()
         yield "one side computes without the adapter", e.either(logits)
-    if int(e.run.flag("ds.lora.rank", 0) or 0):
+    if e.run.has_adapters:
         for text, changed in _earlier_weights(e):
             yield f"{text}, without the trained adapter", changed
 
@@ -415,7 +401,7 @@ def _precision(e: Examined) -> Variants:
         yield "one side rounds logits to bf16", e.either(e.logits.to(low).float())
         of_rounded = e.policy.transformed(hidden @ weight.to(low).float().T)
         yield "one side rounds the head's weights to bf16", e.either(of_rounded)
-        if not e.has_nucleus:
+        if not e.run.has_nucleus:
             soft = log_probs((rounded / e.temperature).to(low), e.targets, 1.0)
             of_sampler, of_trainer = e.expected
             cases = np.array([[soft, of_trainer], [of_sampler, soft]])
@@ -428,16 +414,10 @@ def _routing(e: Examined) -> Variants:
         return
     with hooked(routers, lambda x: x.to(torch.bfloat16).float()):
         yield "one side rounds the router's input to bf16", e.either(e.policy.all_logits(e.rows))
-    before = [router.top_k for router in routers]
     for change in (-1, 1):
-        if before[0] + change < 1:
-            continue
-        for router, top_k in zip(routers, before, strict=True):
-            router.top_k = top_k + change
-        changed = e.either(e.policy.all_logits(e.rows))
-        for router, top_k in zip(routers, before, strict=True):
-            router.top_k = top_k
-        yield f"one side chooses {before[0] + change} experts", changed
+        if count := routers[0].top_k + change:
+            with replaced(routers, "top_k", lambda top_k, change=change: top_k + change):
+                yield f"one side chooses {count} experts", e.either(e.policy.all_logits(e.rows))
 
 
 def _chunk(e: Examined) -> Variants:
@@ -449,10 +429,8 @@ def _chunk(e: Examined) -> Variants:
         old = earlier.get(name)
         if old is None or old.shape != weight.shape or torch.equal(old, weight):
             continue
-        kept = weight.data
-        weight.data = old
-        changed = e.either(e.policy.all_logits(e.rows))
-        weight.data = kept
+        with replaced([weight], "data", lambda _, old=old: old):
+            changed = e.either(e.policy.all_logits(e.rows))
         yield f"{name} is that of an earlier version on one side", changed
 
 
@@ -551,10 +529,7 @@ def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 def _score_signs(mismatch: Mismatch, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
     """Scores causes by statistics of the rollouts alone. `note`: reason why no hypothesis decided."""
-    top_p, top_k = float(mismatch.run.flag("rollout.top_p", 1.0)), int(mismatch.run.flag("rollout.top_k", -1))
-    has_nucleus = top_p < 1 or top_k > 0
-    keeps_nucleus = has_nucleus and int(mismatch.run.flag("rollout.max_kept_tokens", 32)) > 0
-    lora = int(mismatch.run.flag("ds.lora.rank", 0) or 0) > 0
+    run = mismatch.run
     random = not np.isnan(signs.random) and signs.random > 0.1
     text = (
         f"{note}; signs: bias {signs.bias:+.2f}, median/mean {signs.quiet:.2f}, {signs.curve:.0%} a function "
@@ -563,14 +538,14 @@ def _score_signs(mismatch: Mismatch, signs: Signs, *, has_experts: bool, note: s
     )
     scores = {
         "temperature": 0.55 * (signs.curve > 0.5) * (abs(signs.bias) < 0.95),
-        "top-p": 0.6 * has_nucleus * (abs(signs.bias) > 0.95),
-        "kept-sets": 0.5 * keeps_nucleus * (abs(signs.bias) <= 0.95),
+        "top-p": 0.6 * run.has_nucleus * (abs(signs.bias) > 0.95),
+        "kept-sets": 0.5 * run.keeps_nucleus * (abs(signs.bias) <= 0.95),
         "rope": 0.5 * (signs.growth > 1.6) * mismatch.from_start,
         "template": 0.5 * (signs.onset > 2) * mismatch.from_start,
         "head-precision": 0.45 * (abs(signs.bias) < 0.3) * (signs.size < 0.03) * mismatch.from_start,
         "routing": has_experts * (0.7 if random or signs.quiet < 0.35 else 0.4),
         "dropout": 0.65 * random * (0.6 if has_experts else 1),
-        "adapter": 0.58 * lora * (not mismatch.from_start) * (not random),
+        "adapter": 0.58 * run.has_adapters * (not mismatch.from_start) * (not random),
         "stale-weights": 0.5 * (not mismatch.from_start) * (not random),
         "weight-chunk": (0.3 if mismatch.from_start else 0.55) * (not random),
         "tokenizer": 0.4 * (signs.size > 1) * mismatch.from_start,

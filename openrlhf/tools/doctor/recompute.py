@@ -91,10 +91,6 @@ class Recomputed:
         return [m for m in self.model.modules() if hasattr(m, "top_k") and hasattr(m, "weight")]
 
 
-def join_targets(rows: Sequence[MismatchRow]) -> Tensor:
-    return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in rows])).long()
-
-
 def log_probs(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, nucleus: Tensor | None = None
 ) -> np.ndarray:
@@ -118,15 +114,16 @@ def find_nucleus(
 
 
 @contextmanager
-def changed_frequencies(policy: Recomputed, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    before = [(module, module.inv_freq) for module in policy.frequencies]
-    for module, frequencies in before:
-        module.inv_freq = change(frequencies)
+def replaced(holders: Sequence[Any], name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Changes an attribute of each holder inside the block."""
+    before = [getattr(holder, name) for holder in holders]
+    for holder, value in zip(holders, before, strict=True):
+        setattr(holder, name, change(value))
     try:
         yield
     finally:
-        for module, frequencies in before:
-            module.inv_freq = frequencies
+        for holder, value in zip(holders, before, strict=True):
+            setattr(holder, name, value)
 
 
 @contextmanager

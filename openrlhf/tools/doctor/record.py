@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from openrlhf.api import LOCK_FILE as LOCK
-from openrlhf.api import RunIndex
+from openrlhf.tools.command_line.runs import PlacedRun
 from openrlhf.tools.view.metrics import metrics_of
 
 FEWEST = 8
@@ -78,7 +78,7 @@ class Series:
     @property
     def end(self) -> float:
         """Mean of the last quarter."""
-        return float(self.values[-self.quarter :].mean()) if len(self) else math.nan
+        return self.last(self.quarter)
 
     @property
     def trend(self) -> float:
@@ -110,18 +110,8 @@ class Owner:
     def is_here(self) -> bool:
         return self.host == platform.node()
 
-    def process(self) -> psutil.Process | None:
-        """Returns the process; None if it has ended, is on another machine, or its number now belongs to
-        another process."""
-        try:
-            found = psutil.Process(self.pid) if self.is_here else None
-        except psutil.NoSuchProcess:
-            return None
-        too_late = self.since.timestamp() + START_SLACK
-        return found if found is not None and found.create_time() <= too_late else None
 
-
-class RunRecord(RunIndex):
+class RunRecord(PlacedRun):
     """A run with the courses of its metrics and its process."""
 
     @cached_property
@@ -167,5 +157,28 @@ class RunRecord(RunIndex):
 
     @cached_property
     def process(self) -> psutil.Process | None:
-        """The run's process on this machine; None if it does not run."""
-        return self.owner.process() if self.owner else None
+        """The run's process; None if it has ended, is on another machine, or its number now belongs to
+        another process."""
+        owner = self.owner
+        if owner is None or not owner.is_here or not psutil.pid_exists(owner.pid):
+            return None
+        found = psutil.Process(owner.pid)
+        return found if found.create_time() <= owner.since.timestamp() + START_SLACK else None
+
+    @property
+    def limits(self) -> tuple[float, int]:
+        """Top-p and top-k of sampling; (1, -1) if the sampler samples from all tokens."""
+        return float(self.flag("rollout.top_p", 1.0)), int(self.flag("rollout.top_k", -1))
+
+    @property
+    def has_nucleus(self) -> bool:
+        return self.limits[0] < 1 or self.limits[1] > 0
+
+    @property
+    def keeps_nucleus(self) -> bool:
+        """True if the trainer normalises over the nucleus that the sampler recorded."""
+        return self.has_nucleus and int(self.flag("rollout.max_kept_tokens", 32)) > 0
+
+    @property
+    def has_adapters(self) -> bool:
+        return int(self.flag("ds.lora.rank", 0)) > 0

@@ -3,7 +3,7 @@ falls."""
 
 from collections.abc import Iterator
 
-from openrlhf.api import commonest_failure, headline, read_journal
+from openrlhf.api import commonest_failure, headline, read_journal, read_table
 from openrlhf.tools.doctor.record import FEWEST, Finding, RunRecord, Series
 from openrlhf.tools.doctor.samples import Answers, read_answers
 from openrlhf.tools.doctor.symptoms import find_limit, succeeds
@@ -23,6 +23,7 @@ is suspect."""
 
 def reward_findings(run: RunRecord) -> Iterator[Finding]:
     yield from _flat(run)
+    yield from _raised(run)
     yield from _failed(run)
     yield from _hacked(run)
 
@@ -79,6 +80,30 @@ def _flat_remedy(last: Answers | None, mean: Series) -> str:
         "check --data.label_key and the reward function with `openrlhf check`; if they are right, use easier "
         "prompts, a higher --rollout.n_samples_per_prompt or --algo.dynamic_filtering_enable"
     )
+
+
+def _raised(run: RunRecord) -> Iterator[Finding]:
+    """Yields a finding if a penalty that is a factor raises negative rewards of the last step."""
+    step, path = max(run.journal.items(), default=(0, None))
+    rows = read_table(path, ["reward", "truncated", "source"]).to_pylist() if path else []
+    raised = []
+    for row in rows:
+        name = "stop_properly_penalty_coef"
+        coef = run.flag(f"tasks.{row['source']}.{name}", run.flag(f"reward.{name}", -1.0))
+        if row["truncated"] and (row["reward"] or 0.0) < 0 and 0 <= coef < 1:
+            raised.append((row["reward"], row["reward"] * coef))
+    if raised:
+        before, after = min(raised)
+        yield Finding(
+            cause="raised-rewards",
+            title="--reward.stop_properly_penalty_coef raises rewards of truncated answers",
+            score=0.9,
+            evidence=(
+                f"step {step}: {len(raised)} of {len(rows)} samples are truncated and have negative rewards; "
+                f"{before:g} becomes {after:g}",
+            ),
+            remedy="set it to a negative number, which replaces their rewards, or give no negative rewards",
+        )
 
 
 def _failed(run: RunRecord) -> Iterator[Finding]:

@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from openrlhf.tools.command_line.runs import wrote_last
 from openrlhf.tools.doctor.record import Finding, RunRecord
 
+STACKS = "stacks.txt"
 PATIENCE = 120.0
 """Minimum seconds since the last step of a run that counts as stalled."""
 SLOW = 4.0
@@ -182,23 +184,26 @@ def waiting(stacks: Sequence[Stack]) -> Iterator[str]:
 
 
 def stall_findings(run: RunRecord) -> Iterator[Finding]:
-    path = run.path / "stacks.txt"
+    path = run.path / STACKS
     if run.process is not None:
         yield from _living(run)
-    elif path.exists():
+    elif wrote_last(run, STACKS):
         stacks = read_stacks(path)
         when = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        head = f"stacks.txt of {when:%Y-%m-%d %H:%M:%S} UTC, after step {run.last_step}"
+        head = f"{STACKS} of {when:%Y-%m-%d %H:%M:%S} UTC, after step {run.last_step}"
         yield _stall("the run ended because a process made no progress", 0.9, head, stacks)
-    elif run.owner is not None and run.owner.is_here and not (run.path / "report.html").exists():
+    elif run.owner is not None and run.owner.is_here and not wrote_last(run, "report.html"):
         yield _killed(run)
 
 
 def _living(run: RunRecord) -> Iterator[Finding]:
-    metrics = run.path / "metrics.jsonl"
+    metrics = run.metrics_path
     assert run.owner is not None
     assert run.process is not None
-    since = metrics.stat().st_mtime if metrics.exists() else run.owner.since.timestamp()
+    began = (
+        run.owner.since.timestamp()
+    )  # a resumed run has metrics of an earlier start until it has its models
+    since = max(began, metrics.stat().st_mtime) if metrics.exists() else began
     seconds = run.series("timing/step_total").values
     usual = float(np.median(seconds)) if len(seconds) else 0.0
     waited = time.time() - since
@@ -220,8 +225,8 @@ def _stall(title: str, score: float, head: str, stacks: list[Stack]) -> Finding:
     else:
         remedy = (
             "look at the process that works. --rollout.engine_timeout and --train.rank_timeout end a run "
+            "that hangs"
         )
-        remedy += "that hangs"
     return Finding(
         cause="stall",
         title=title,

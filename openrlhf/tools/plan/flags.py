@@ -29,7 +29,7 @@ from openrlhf.api import (
     short_errors,
 )
 from openrlhf.api import resource_demands as demands
-from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
+from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run, whole
 from openrlhf.tools.command_line.run_files import SUPERVISED, TRAINING, command_and_flags
 from openrlhf.tools.plan.hardware import Cluster, parse_cluster, this_machine, with_measured
 
@@ -264,6 +264,14 @@ Then prints the first packed rows, and counts and lengths of the whole dataset. 
 model."""
 
 
+def data_parser() -> ArgumentParser:
+    prog, about = "openrlhf data preview", data.__doc__
+    parser = ArgumentParser(prog=prog, description=about, add_help=False, allow_abbrev=False)
+    parser.add_argument("--samples", type=whole(0), default=3, help="number of samples (default: 3)")
+    parser.add_argument("--no_color", "--no-color", action="store_true", help="no colours")
+    return parser
+
+
 def data(argv: Sequence[str] | None = None) -> None:
     """Previews the training data of a supervised command: `openrlhf data preview COMMAND`."""
     with short_errors():
@@ -271,10 +279,10 @@ def data(argv: Sequence[str] | None = None) -> None:
             case [] | ["--help" | "-h", *_] | ["preview"] | ["preview", "--help" | "-h"]:
                 print(USAGE)
             case ["preview", name, *flags] if name in SUPERVISED:
-                num_samples, no_color, rest = take_own(flags)
+                options, rest = data_parser().parse_known_args(flags)
                 config = parse(next(each for each in TRAINING if each.name == name), rest).config
                 choose_hub(config.use_ms)
-                run("openrlhf.tools.plan.preview:preview", name, config, num_samples, no_color)
+                run("openrlhf.tools.plan.preview:preview", name, config, options.samples, options.no_color)
             case ["preview", name, *_]:
                 raise _unknown("data preview", name, f"it previews {', '.join(SUPERVISED)}")
             case [name, *_]:
@@ -284,23 +292,3 @@ def data(argv: Sequence[str] | None = None) -> None:
 def _unknown(command: str, name: str, remedy: str) -> UsageError:
     text = f"there is no such command; {remedy}"
     return UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=f"openrlhf {command}", value=repr(name))
-
-
-def take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
-    """Returns (number of samples, whether colours are off, flags of the supervised command)."""
-    num_samples, no_color, rest = 3, False, []
-    words = iter(flags)
-    for word in words:
-        name, equals, value = word.partition("=")
-        name = name.replace("-", "_")
-        if name == "__samples":
-            value = value if equals else next(words, "")
-            if not value.isdecimal():
-                text = "expects a whole number"
-                raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--samples", value=value)
-            num_samples = int(value)
-        elif name == "__no_color":
-            no_color = True
-        else:
-            rest.append(word)
-    return num_samples, no_color, rest

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -375,7 +376,8 @@ def is_new_function(reward: Path) -> bool:
     return reward.suffix == ".py" and reward.parent.is_dir() and not reward.exists()
 
 
-def next_steps(file: Path, recipe: Recipe, gpus: int) -> str:
+def next_steps(path: Path, recipe: Recipe, gpus: int) -> str:
+    file = shlex.quote(str(path))
     start = f"openrlhf {recipe.command} --config {file}"
     if recipe.command != "ppo" and gpus > 1:
         nodes = "" if gpus <= GPUS_OF_NODE else f" --nnodes {gpus // GPUS_OF_NODE} ..."

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -52,14 +52,12 @@ class Span:
     """Label of the step, for process reward models."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSequence:
+class TokenSequence(NamedTuple):
     """One sequence of an item."""
 
     title: str
+    sample: Sample
     spans: Sequence[Span]
-    num_tokens: int
-    num_learned: int
 
 
 def list_sequences(item: Item, tokenizer: PreTrainedTokenizerBase) -> list[TokenSequence]:
@@ -86,12 +84,7 @@ def list_sequences(item: Item, tokenizer: PreTrainedTokenizerBase) -> list[Token
 def _sequence(
     title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None
 ) -> TokenSequence:
-    return TokenSequence(
-        title=title,
-        spans=list(split_spans(sample, tokenizer, labels)),
-        num_tokens=sample.length,
-        num_learned=sample.num_actions,
-    )
+    return TokenSequence(title, sample, list(split_spans(sample, tokenizer, labels)))
 
 
 def split_spans(
@@ -234,7 +227,7 @@ def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
 
 def _heading(sequence: TokenSequence) -> str:
     title = f"{sequence.title}, " if sequence.title else ""
-    return f"{title}{counted(sequence.num_tokens, 'token')}, {sequence.num_learned:,} learned"
+    return f"{title}{counted(sequence.sample.length, 'token')}, {sequence.sample.num_actions:,} learned"
 
 
 def _num_learned(item: Item) -> int:

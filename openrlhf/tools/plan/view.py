@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.api import FITS, Command, counted
+from openrlhf.api import FITS, Command, counted, format_duration
 from openrlhf.api import layout_table as placement_table
 from openrlhf.tools.command_line.terminal import build_console, build_table, say
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, advice, plan_run, spelled
@@ -98,7 +98,8 @@ def batch_lines(plan: RunPlan) -> Iterator[str]:
         f"{counted(b.rows_per_rank, 'row')} of up to {b.row_tokens:,} tokens"
     )
     if b.steps is not None and b.rows is not None:
-        yield f"run: {counted(b.rows, 'row')}, {counted(b.steps, 'step')}, {duration(b.steps * plan.seconds)}"
+        time = format_duration(b.steps * plan.seconds)
+        yield f"run: {counted(b.rows, 'row')}, {counted(b.steps, 'step')}, {time}"
 
 
 def _memory(demands: Sequence[Demand]) -> Iterator[Table]:
@@ -150,14 +151,6 @@ def binding_lines(plan: RunPlan) -> Iterator[str]:
         f"suggestion: {spelled(changes)}\n  then {fitting.tightest.share:.0%} in {fitting.tightest.phase}, "
         f"{fitting.seconds:.3g} s a step"
     )
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds as a coarse duration: 90 s, 12 min, 3.5 h, 4.2 days."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def as_data(plan: RunPlan) -> dict[str, Any]:

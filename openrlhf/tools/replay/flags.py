@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.api import ErrorCode, UsageError, catch_signals, short_errors
-from openrlhf.tools.command_line.arguments import RUN, ArgumentParser, run
+from openrlhf.tools.command_line.arguments import RUN, ArgumentParser, run, whole
 
 
 def replay_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf replay", description=replay.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN)
-    parser.add_argument("--step", type=int, metavar="N", required=True, help="step to compute again")
+    parser.add_argument("--step", type=whole(0), metavar="N", required=True, help="step to compute again")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -45,7 +45,7 @@ def bisect_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--step",
-        type=int,
+        type=whole(0),
         metavar="N",
         help="last step that the commits compute, from the newest checkpoint before it (default: the last "
         "recorded one)",
@@ -67,10 +67,10 @@ def bisect(argv: Sequence[str] | None = None) -> None:
         options = bisect_parser().parse_args(argv)
         _check(options)
         if not options.commits:
-            sys.exit(run("openrlhf.tools.replay.bisect:run", options.run_a, options.run_b))
+            sys.exit(run("openrlhf.tools.replay.replay:bisect_runs", options.run_a, options.run_b))
         catch_signals()
         given = options.run_a, options.commits, options.step, options.repository
-        sys.exit(run("openrlhf.tools.replay.bisect:run_commits", *given))
+        sys.exit(run("openrlhf.tools.replay.replay:bisect_versions", *given))
 
 
 def _check(options: argparse.Namespace) -> None:

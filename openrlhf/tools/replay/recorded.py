@@ -9,16 +9,17 @@ from typing import Any
 
 from openrlhf.api import FINGERPRINT_BUT_GENERATION as BUT_GENERATION
 from openrlhf.api import ORIGIN_FILE as ORIGIN
-from openrlhf.api import PPO, ErrorCode, RunIndex, UsageError
+from openrlhf.api import PPO, ErrorCode, UsageError
 from openrlhf.api import flat_settings as flat
 from openrlhf.api import reading_run as reading
 from openrlhf.tools.command_line.run_files import MEASURED
+from openrlhf.tools.command_line.runs import PlacedRun
 
 _MODULE = re.compile(r"openrlhf\.cli\.train_(\w+)")
 _TAG = re.compile(r"global_step(\d+)")
 
 
-class RecordedRun(RunIndex):
+class RecordedRun(PlacedRun):
     """A run with what a replay needs of it."""
 
     @cached_property
@@ -59,22 +60,6 @@ class RecordedRun(RunIndex):
         return sorted(
             step for step in (self.rollouts() if self.command == PPO.name else self.measured) if step > 0
         )
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        named = self.flags.get("ckpt.path") or f"{self.flags['ckpt.output_dir']}/checkpoints"
-        return self.working_directory / named
-
-    @property
-    def working_directory(self) -> Path:
-        """The folder to which the run's relative paths refer, if it follows from a relative `logger.run_dir`;
-        else the current folder."""
-        run_name = self.flags.get("logger.wandb.run_name")
-        named = Path(self.flags.get("logger.run_dir") or f"{self.flags['ckpt.output_dir']}/runs/{run_name}")
-        whole = self.path.resolve()
-        if not named.is_absolute() and whole.parts[-len(named.parts) :] == named.parts:
-            return Path(*whole.parts[: -len(named.parts)])
-        return Path.cwd()
 
     def checkpoints(self) -> dict[int, dict[str, Path]]:
         """Returns step -> model (`model`; in RL `actor`, `critic`) -> folder of the checkpoint."""

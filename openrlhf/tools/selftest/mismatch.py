@@ -4,13 +4,12 @@ or warns beyond them."""
 from dataclasses import dataclass, field
 
 from openrlhf.api import MISMATCH_GAPS, MISMATCH_PROBE, ErrorCode, Metrics, RunError
+from openrlhf.tools.selftest.invariants import SAME_POLICY
 
 STOP_ABOVE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
 """Means of |log r| in nats above which a run stops, by `--ds.param_dtype`: about 80 relative rounding errors
 of 2^-11 (also for fp32, since GPUs may round the factors of products to TF32) or of 2^-8. A mixture of
 experts in bfloat16 measures about 0.02."""
-WARN_ABOVE = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
-"""Means of |log r| in nats above which a run always warns."""
 NEVER_WARN_BELOW = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Means of |log r| in nats below which a run never warns."""
 LIMIT_FACTORS = {"mean": 1.0, "p99": 10.0, "max": 100.0}
@@ -77,7 +76,7 @@ class MismatchWatch:
         return messages
 
     def _limit(self, name: str) -> float:
-        values, most = self.first.get(name, []), WARN_ABOVE[self.dtype] * _limit_factor(name)
+        values, most = self.first.get(name, []), SAME_POLICY[self.dtype] * _limit_factor(name)
         if len(values) < NUM_FIRST:
             return most
         return min(most, max(GROWTH * max(values), NEVER_WARN_BELOW[self.dtype] * _limit_factor(name)))

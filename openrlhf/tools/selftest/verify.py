@@ -12,7 +12,7 @@ plain    The log-probs of the row's actions equal those of transformers' own for
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, cast
 
@@ -81,35 +81,32 @@ VALUES = {"fp32": 0.02, "fp16": 0.1, "bf16": 0.3}
 """Largest mean difference between two computations of a critic's values, as a share of their mean size."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shares:
-    """A loss of 0, whose metrics are the sums of the rows' shares of the step's actions and sequences.
-    Actions are counted in the mask."""
-
-    def __call__(self, model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict]:
-        packed: Any = getattr(row, "row", row)
-        num_actions = int(packed.action_mask.sum())
-        return torch.zeros(()), {
-            "the sum of the rows' shares of the actions": num_actions / norm.num_tokens,
-            "the sum of the rows' shares of the sequences": row.num_sequences / norm.num_sequences,
-        }
+def _shares(model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict]:
+    """Returns a loss of 0, whose metrics are the sums of the rows' shares of the step's actions and
+    sequences. Actions are counted in the mask."""
+    packed: Any = getattr(row, "row", row)
+    num_actions = int(packed.action_mask.sum())
+    return torch.zeros(()), {
+        "the sum of the rows' shares of the actions": num_actions / norm.num_tokens,
+        "the sum of the rows' shares of the sequences": row.num_sequences / norm.num_sequences,
+    }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Twice:
+def _twice(
+    objective: Objective,
+    plain: Callable[[Any, LossNorm], Tensor] | None,
+    model: Callable,
+    row: RowT,
+    norm: LossNorm,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the objective with the totals of the step, with doubled ones, and, where there is one, by a
     plain formula."""
-
-    objective: Objective
-    plain: Callable[[Any, LossNorm], Tensor] | None
-
-    def __call__(self, model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, _ = self.objective(model, row, norm)
-        totals = None if norm.prompt_tokens is None else 2 * norm.prompt_tokens
-        doubled = LossNorm(2 * norm.num_tokens, 2 * norm.num_sequences, totals)
-        other, _ = self.objective(model, row, doubled)
-        plain = {} if self.plain is None else {PLAIN: self.plain(row, norm)}
-        return loss, {LOSS: loss.detach(), HALVED: 2 * other.detach()} | plain
+    loss, _ = objective(model, row, norm)
+    totals = None if norm.prompt_tokens is None else 2 * norm.prompt_tokens
+    doubled = LossNorm(2 * norm.num_tokens, 2 * norm.num_sequences, totals)
+    other, _ = objective(model, row, doubled)
+    by_formula = {} if plain is None else {PLAIN: plain(row, norm)}
+    return loss, {LOSS: loss.detach(), HALVED: 2 * other.detach()} | by_formula
 
 
 COVERED = SFTObjective | DPOObjective | KTOObjective | RewardObjective
@@ -175,12 +172,12 @@ def verify_step(
         check_adapters(engine.module.model, ds.lora, step)
     if isinstance(engine.module, PolicyModel) and is_whole(engine.module.model, mesh):
         check_head(engine.module.model, temperature, dtype, step)
-    shares = engine.evaluate(rows, _Shares())
+    shares = engine.evaluate(rows, _shares)
     check_parts(shares.items(), step)
     model, plain = engine.module.model, None
     if isinstance(objective, COVERED) and is_whole(model, mesh):
         plain = partial(plain_loss, model, objective)
-    found = engine.evaluate(rows[:1], _Twice(objective=objective, plain=plain))
+    found = engine.evaluate(rows[:1], partial(_twice, objective, plain))
     tolerance = RELATIVE if dtype == "fp32" else 20 * RELATIVE
     if dtype == "fp32" and DEVICE_TYPE == "cpu" and isinstance(objective, SFTObjective):
         tolerance = ON_CPU

@@ -1,6 +1,7 @@
 """Batch inference: answers or rewards for a dataset, with vLLM or transformers."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.api import (
     Answer,
+    ErrorCode,
     PackedRow,
     Phase,
     Question,
     RolloutEngine,
+    RunError,
     SamplingParams,
     ScoreModel,
     decode,
@@ -85,9 +88,16 @@ class Recorder:
         return write
 
     def scores(self, mean: float, std: float) -> OnScores:
-        """Returns a callback that writes rewards as (score - mean) / std."""
+        """Returns a callback that writes rewards as (score - mean) / std. It refuses those that are not
+        finite."""
 
         def write(answers: Sequence[Answer], scores: Sequence[float]) -> None:
+            for answer, score in zip(answers, scores, strict=True):
+                if not math.isfinite(score):
+                    text = (
+                        f"the score of input {answer.prompt_id} of the dataset is {score}; try bf16 or fp32"
+                    )
+                    raise RunError(ErrorCode.NOT_FINITE, text, flag="--ds.param_dtype")
             rows = [
                 {
                     "input": answer.input,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.api import (
     DEVICE_TYPE,
@@ -40,11 +40,8 @@ from openrlhf.api import (
     load_generator,
     load_rows,
     load_run_tokenizer,
-    load_scorer,
     log_stops,
     missing_embeddings,
-    resolve_row_layout,
-    score_statistics,
     seed_everything,
     stop_token_ids,
     waiting,
@@ -70,6 +67,7 @@ from openrlhf.tools.serve.result_file import (
     write_rewards,
     write_rows,
 )
+from openrlhf.tools.serve.scoring import load_normalized
 
 Work = Callable[[Sequence[Any], "Recorder"], None]
 """A function that processes items of work and records their results."""
@@ -127,14 +125,7 @@ def run(config: BatchInferenceConfig) -> None:
 
 def check(config: BatchInferenceConfig) -> None:
     """Checks the dataset and the model's files before anything is loaded. Raises UsageError for problems."""
-    check_columns(
-        config.data.dataset,
-        flag="--data.dataset",
-        required_columns=_columns(config),
-        split=config.data.dataset_split,
-        bad_rows=config.data.bad_rows,
-        row_func=config.data.row_func,
-    )
+    check_columns(config.data.dataset, **_rows(config))
     check_answering_model(config, length_keys(config))
 
 
@@ -161,17 +152,8 @@ def build_work(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Returns the items of work, each with its `key`, and the `origin` of their results."""
     data, rollout = config.data, config.rollout
-    rows = load_rows(
-        data.dataset,
-        flag="--data.dataset",
-        required_columns=_columns(config),
-        probs=data.dataset_probs,
-        split=data.dataset_split,
-        max_samples=data.max_samples,
-        seed=config.train.seed,
-        bad_rows=data.bad_rows,
-        row_func=data.row_func,
-    )
+    probs, most, seed = data.dataset_probs, data.max_samples, config.train.seed
+    rows = load_rows(data.dataset, **_rows(config), probs=probs, max_samples=most, seed=seed)
     templates = {
         "input_key": data.input_key,
         "apply_chat_template": data.apply_chat_template,
@@ -209,27 +191,18 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
 
 @contextmanager
 def _vllm(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Work]:
-    options = EngineOptions.of(
-        config,
-        model=config.model.model_name_or_path,
-        model_flag=MODEL_FLAG,
-        max_len=sum(flag_values(config)[key] for key in length_keys(config)),
-        on_gpu=DEVICE_TYPE == "cuda",
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
-        max_num_seqs=config.vllm.max_num_seqs,
-    )
+    most, caches = config.vllm.max_num_seqs, config.vllm.enable_prefix_caching
+    longest = sum(flag_values(config)[key] for key in length_keys(config))
+    options = answering_engine(config, longest, enable_prefix_caching=caches, max_num_seqs=most)
     make = engine_class(options)
     os.environ.update(make.environment(options))
     engine = make(options)
     params = build_sampling_params(config, tokenizer, config.rollout.max_new_tokens)
-    concurrency = config.vllm.max_num_seqs
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:
             yield lambda requests, recorder: runner.run(
-                answer_with_engine(
-                    engine, requests, params, recorder.answers(tokenizer), concurrency=concurrency
-                )
+                answer_with_engine(engine, requests, params, recorder.answers(tokenizer), concurrency=most)
             )
         finally:
             engine.shutdown()
@@ -250,19 +223,10 @@ def _transformers(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBa
 
 @contextmanager
 def _scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Work]:
-    model = load_scorer(
-        config.model.model_name_or_path,
-        flag=MODEL_FLAG,
-        dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        max_len=config.data.max_len,
-        head_prefix=config.ds.value_head_prefix,
-        in_4bit=config.ds.load_in_4bit,
-        trained=True,
-    )
-    model.to(current_device()).eval()
-    resolve_row_layout(model, model)
-    mean, std = _statistics(config, model.model.config)
+    path, normalize = config.model.model_name_or_path, config.reward.normalize_enable
+    if config.post_processor == "csft":  # normalises rewards itself, at the end
+        normalize = False
+    model, mean, std = load_normalized(config, path, MODEL_FLAG, normalize=normalize)
     yield lambda answers, recorder: score(
         model,
         answers,
@@ -278,13 +242,6 @@ LOADERS = {"vllm": _vllm, "transformers": _transformers, "rm": _scorer}
 
 def _loader(config: BatchInferenceConfig) -> str:
     return "rm" if config.task == "rm" else config.engine
-
-
-def _statistics(config: BatchInferenceConfig, model_config: PreTrainedConfig) -> tuple[float, float]:
-    """Returns (mean, std) by which scores are normalised, (0, 1) for csft, which does so at the end."""
-    if not config.reward.normalize_enable or config.post_processor == "csft":
-        return 0.0, 1.0
-    return score_statistics(model_config, config.model.model_name_or_path)
 
 
 def _finish(
@@ -327,6 +284,11 @@ def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
     )
 
 
+def answering_engine(config: BatchInferenceConfig | ChatConfig, max_len: int, **more: Any) -> EngineOptions:
+    path, on_gpu = config.model.model_name_or_path, DEVICE_TYPE == "cuda"
+    return EngineOptions.of(config, model=path, model_flag=MODEL_FLAG, max_len=max_len, on_gpu=on_gpu, **more)
+
+
 def build_sampling_params(
     config: BatchInferenceConfig | ChatConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> SamplingParams:
@@ -343,10 +305,17 @@ def build_sampling_params(
     )
 
 
-def _columns(config: BatchInferenceConfig) -> dict[str, str | None]:
+def _rows(config: BatchInferenceConfig) -> dict[str, Any]:
+    """Returns the arguments by which the dataset is checked and loaded."""
     data = config.data
     columns = {"--data.input_key": data.input_key, "--data.tools_key": data.tools_column}
-    return columns | ({"--data.output_key": data.output_key} if config.task == "rm" else {})
+    return {
+        "flag": "--data.dataset",
+        "required_columns": columns | ({"--data.output_key": data.output_key} if config.task == "rm" else {}),
+        "split": data.dataset_split,
+        "bad_rows": data.bad_rows,
+        "row_func": data.row_func,
+    }
 
 
 def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:

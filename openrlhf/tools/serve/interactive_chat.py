@@ -13,9 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.api import (
     DEVICE_TYPE,
-    MODEL_FLAG,
     ChatConfig,
-    EngineOptions,
     Explicit,
     Message,
     PromptTemplate,
@@ -35,6 +33,7 @@ from openrlhf.api import (
 )
 from openrlhf.api import generate_answers as generate
 from openrlhf.tools.serve.batch_inference import (
+    answering_engine,
     build_sampling_params,
     check_answering_model,
     load_answering_model,
@@ -193,16 +192,7 @@ def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> VLLMStream 
     if config.engine == "transformers":
         model = load_answering_model(config).to(DEVICE_TYPE).eval()
         return TransformersStream(model, tokenizer.pad_token_id)
-    return VLLMStream(
-        EngineOptions.of(
-            config,
-            model=config.model.model_name_or_path,
-            model_flag=MODEL_FLAG,
-            max_len=config.data.max_len,
-            on_gpu=DEVICE_TYPE == "cuda",
-            enable_prefix_caching=True,
-        )
-    )
+    return VLLMStream(answering_engine(config, config.data.max_len, enable_prefix_caching=True))
 
 
 def _read() -> str | None:

@@ -7,21 +7,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.api import (
     BadRow,
+    BatchInferenceConfig,
     Encoder,
     PackedRow,
     Sample,
     ScoreModel,
+    ServeRMConfig,
     Text,
     check_embedded,
+    current_device,
+    load_scorer,
     missing_embeddings,
     pack_to_budget,
+    resolve_row_layout,
     score_last,
+    score_statistics,
     with_end,
 )
 
@@ -30,6 +37,27 @@ logger = logging.getLogger(__name__)
 ROUND = 256
 """Maximum number of texts of several requests that the model scores at a time. Finished rounds are answered
 while others wait."""
+
+
+def load_normalized(
+    config: BatchInferenceConfig | ServeRMConfig, path: str, flag: str, *, normalize: bool, **options: Any
+) -> tuple[ScoreModel, float, float]:
+    """Loads a reward model on this process's device. Returns it, and mean and standard deviation by which its
+    scores are normalised."""
+    model = load_scorer(
+        path,
+        flag=flag,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
+        head_prefix=config.ds.value_head_prefix,
+        in_4bit=config.ds.load_in_4bit,
+        trained=True,
+        **options,
+    )
+    model.to(current_device()).eval()
+    resolve_row_layout(model, model)
+    return model, *(score_statistics(model.model.config, path) if normalize else (0.0, 1.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

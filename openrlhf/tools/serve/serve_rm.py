@@ -1,7 +1,6 @@
 """Serves a reward model over HTTP: `openrlhf serve_rm`."""
 
 from openrlhf.api import (
-    DEVICE_TYPE,
     ErrorCode,
     ServeRMConfig,
     UsageError,
@@ -10,14 +9,12 @@ from openrlhf.api import (
     end_token_id,
     freeze_heap,
     load_config,
-    load_scorer,
     load_tokenizer,
-    resolve_row_layout,
     score_statistics,
     waiting,
 )
 from openrlhf.tools.serve.flags import SERVED_FLAG
-from openrlhf.tools.serve.scoring import ScoreQueue, TextScorer
+from openrlhf.tools.serve.scoring import ScoreQueue, TextScorer, load_normalized
 from openrlhf.tools.serve.server import bind, build_app, serve
 
 
@@ -51,21 +48,8 @@ def load(config: ServeRMConfig) -> TextScorer:
     path = config.reward.model_name_or_path or ""
     tokenizer = load_tokenizer(path, flag=SERVED_FLAG, use_fast=not config.data.disable_fast_tokenizer)
     end_token_id(tokenizer)  # refuses a tokenizer without one
-    model = load_scorer(
-        path,
-        flag=SERVED_FLAG,
-        dtype=config.ds.param_dtype,
-        attention=config.ds.attn_implementation,
-        max_len=config.data.max_len,
-        head_prefix=config.ds.value_head_prefix,
-        experts=config.ds.experts_implementation,
-        in_4bit=config.ds.load_in_4bit,
-        trained=True,
-    )
-    model.to(DEVICE_TYPE).eval()
-    resolve_row_layout(model, model)
-    normalized = config.reward.normalize_enable
-    mean, std = score_statistics(model.model.config, path) if normalized else (0.0, 1.0)
+    normalize, experts = config.reward.normalize_enable, config.ds.experts_implementation
+    model, mean, std = load_normalized(config, path, SERVED_FLAG, normalize=normalize, experts=experts)
     return TextScorer(
         model,
         tokenizer,

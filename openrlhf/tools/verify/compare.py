@@ -140,14 +140,15 @@ def compared(
     seconds: float,
     plain_error: float = 0.0,
 ) -> Finding:
-    """Returns the finding about the difference of two computations. `meaning`: text for a failure, its usual
-    causes and what to do. `plain_error`: the difference that plain transformers makes by the same change,
+    """Returns the finding about the difference of two computations. `meaning`: usual causes of a failure, and
+    what to try. `plain_error`: the difference that plain transformers makes by the same change,
     which counts if the model is more sensitive to rounding than the bound assumes."""
     error, where = largest_difference(difference, scale)
     bound, how = rounding.bound, f"{rounding}; relative to {scale.relative_to}"
     if PLAIN * plain_error > bound:
         bound = PLAIN * plain_error
         how = f"{PLAIN} x {plain_error:.2g}, the error of plain transformers in {rounding.dtype}: above {how}"
+    meaning = f"{meaning} {REPORT}"
     return judged(check, claim, error, bound, how=how, where=where, meaning=meaning, seconds=seconds)
 
 

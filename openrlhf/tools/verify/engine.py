@@ -89,9 +89,8 @@ def engine_checks(subject: PolicySubject, dtype: str) -> Iterator[Finding]:
         yield from (not_checked(name, CLAIMS[name], why) for name in NAMES)
         return
     subject.learning |= {"actor.lr_warmup_ratio": 0.0, "actor.lr_scheduler": "constant"}
-    with subject.worker(dtype, learns=True) as worker, started(subject, worker) as pair:
+    with started(subject, subject.worker(subject.configured(dtype, learns=True))) as pair:
         yield from pair_checks(subject, pair)
-        del worker, pair
 
 
 def why_no_engine(subject: PolicySubject) -> str:

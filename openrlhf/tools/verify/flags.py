@@ -4,7 +4,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf.api import catch_signals, check_launcher, choose_hub, short_errors
+from openrlhf.api import (
+    ErrorCode,
+    UsageError,
+    catch_signals,
+    check_launcher,
+    choose_hub,
+    short_errors,
+    unwritable,
+)
 from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
 from openrlhf.tools.plan.flags import invocation, parsed
 from openrlhf.tools.plan.hardware import this_machine
@@ -53,6 +61,11 @@ def verify(argv: Sequence[str] | None = None) -> None:
     for a bug report."""
     with short_errors():
         options, command, flags = parsed(verify_parser(), argv)
+        out = options.out
+        reason = "it is a folder" if out.is_dir() else unwritable(out.parent)
+        if reason := "the table has the name with .txt" if out.suffix == ".txt" else reason:
+            text = f"the report cannot be written: {reason}; name a new file .json"
+            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--out", value=out)
         check_launcher()
         catch_signals()
         config = invocation(command, flags, this_machine()).config

@@ -41,7 +41,7 @@ def rank_checks(
     seconds = clock.lap() / len(stages)
     meaning = (
         "Ranks average gradients that they should add up, compute the same rows, or shard a weight wrongly. "
-        f"Try another --ds.zero_stage or --train.backend. {REPORT}"
+        "Try another --ds.zero_stage or --train.backend."
     )
     for stage in stages:
         made = folder / f"{stage}.pt"
@@ -56,7 +56,7 @@ def rank_checks(
                 error=math.inf,
                 bound=rounding.bound,
                 where=f"the job of ranks, which failed: {problem}",
-                meaning=meaning,
+                meaning=f"{meaning} {REPORT}",
             )
 
 

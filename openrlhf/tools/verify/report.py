@@ -107,6 +107,7 @@ def write_report(path: Path, command: str, config: Any, findings: Sequence[Findi
         "environment": {key: value for key, value in environment().items() if key != "host"} | machine,
         "config": config_yaml,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, redact(json.dumps(content, indent=1), secrets))
     lines = [table(findings), "", "notes", *(f"  {key}: {value}" for key, value in notes.items())]
     write_atomically(path.with_suffix(".txt"), redact("\n".join(lines) + "\n", secrets))

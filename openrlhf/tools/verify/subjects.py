@@ -120,12 +120,19 @@ class Subject:
     learning: dict[str, Any]
     """Values of flags in short runs: a learning rate above 0, and the run's own dropout and clipping."""
 
+    def built(self, config: Any, held: ExitStack) -> Running:
+        """Builds the model with its training backend. `held`: what is closed when it is freed."""
+        raise NotImplementedError
+
     @contextmanager
     def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
         """Builds the model with its training backend in `dtype`, and frees it afterwards. `learns`: with
         the values `learning`, for a short run."""
-        raise NotImplementedError
-        yield
+        with ExitStack() as held:
+            made = self.built(self.configured(dtype, learns), held)
+            yield made
+            made.forget()
+        forget_engines()
 
     def configured(self, dtype: str, learns: bool) -> Any:
         """Returns the configuration with `dtype`, and with the values `learning` if the model learns."""
@@ -180,21 +187,15 @@ class SupervisedSubject(Subject):
         self.task_type, self.config, self.path = task_type, config, config.model.model_name_or_path
         self.size, self.notes = size, {}
 
-    @contextmanager
-    def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
-        with ExitStack() as held:
-            run = Run(self.task_type(self.configured(dtype, learns)), [], held)
-            chosen = shortest(list(run.train_set.lengths), self.size)
-            made = Running(
-                engine=run.engine,
-                steps=partial(steps, run, indices=chosen),
-                learn=partial(learned, run, Chosen(run.train_set, chosen)),
-                items=[run.train_set[i] for i in chosen],
-            )
-            yield made
-            made.forget()
-            del run
-        forget_engines()
+    def built(self, config: Any, held: ExitStack) -> Running:
+        run = Run(self.task_type(config), [], held)
+        chosen = shortest(list(run.train_set.lengths), self.size)
+        return Running(
+            engine=run.engine,
+            steps=partial(steps, run, indices=chosen),
+            learn=partial(learned, run, Chosen(run.train_set, chosen)),
+            items=[run.train_set[i] for i in chosen],
+        )
 
     def output(self, entropy: bool, temperature: float) -> PlainOutput:
         if isinstance(self.config, RMConfig):
@@ -266,30 +267,22 @@ class PolicySubject(Subject):
         if config.algo.advantage.score_centering_top_k:
             self.notes["score centering"] = "left out: nothing sampled these answers"
 
-    @contextmanager
-    def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
-        with self.worker(dtype, learns=learns) as worker:
-            batch = self.batch(worker)
-            made = Running(
-                engine=worker.model,
-                steps=partial(policy_steps, worker, batch),
-                learn=partial(policy_learned, worker, batch),
-                items=batch,
-            )
-            yield made
-            made.forget()
-            del worker
-        forget_engines()
-
-    @contextmanager
-    def worker(self, dtype: str, *, learns: bool) -> Iterator[PolicyWorker]:
-        ranks = int(os.environ.get("WORLD_SIZE") or 1)
-        made = PolicyWorker(
-            self.configured(dtype, learns), int(os.environ.get("RANK") or 0), Mesh(data=ranks)
+    def built(self, config: Any, held: ExitStack) -> Running:
+        worker = self.worker(config)
+        batch = self.batch(worker)
+        return Running(
+            engine=worker.model,
+            steps=partial(policy_steps, worker, batch),
+            learn=partial(policy_learned, worker, batch),
+            items=batch,
         )
+
+    def worker(self, config: PPOConfig) -> PolicyWorker:
+        ranks = int(os.environ.get("WORLD_SIZE") or 1)
+        made = PolicyWorker(config, int(os.environ.get("RANK") or 0), Mesh(data=ranks))
         address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 0)
         made.start(address, port, total_steps=2 * STEPS)
-        yield made
+        return made
 
     def batch(self, worker: PolicyWorker) -> Batch:
         """Returns the batch of all checks. Its log-probs are derived from those of the first worker."""

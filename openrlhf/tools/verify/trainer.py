@@ -10,7 +10,6 @@ import torch
 from openrlhf.api import DTYPES, PackedRow, build_tree, get_row_layout
 from openrlhf.tools.reference.objectives import plain_loss
 from openrlhf.tools.verify.compare import (
-    REPORT,
     Difference,
     Gradient,
     Rounding,
@@ -90,23 +89,16 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
             "The formula, the mask of actions, the temperature or a weight of the loss is not that of the "
             "run's flags; or the forward pass differs from that of transformers."
         )
-        meaning = f"{causes} {REPORT}"
-        yield compared("plain transformers", claim, difference, scale, rounding, meaning, clock.lap())
+        yield compared("plain transformers", claim, difference, scale, rounding, causes, clock.lap())
     for layout, (name, statement, causes) in CLAIMS.items():
-        meaning = f"{causes} {REPORT}"
-        arguments = (differences[layout], scale, rounding, meaning, seconds_of_layouts)
-        yield compared(name, statement, *arguments)
+        yield compared(name, statement, differences[layout], scale, rounding, causes, seconds_of_layouts)
     statement = "Sequences whose common prefix is computed once have the gradient of sequences computed whole"
+    name, causes = "common prefixes", "Set --ds.share_prefixes false."
     if of_prefixes is None:
-        yield not_checked(
-            "common prefixes",
-            statement,
-            "this model computes each sequence whole, or no two sequences begin alike",
-        )
+        why = "this model computes each sequence whole, or no two sequences begin alike"
+        yield not_checked(name, statement, why)
     else:
-        meaning = f"Set --ds.share_prefixes false. {REPORT}"
-        arguments = (of_prefixes, scale, rounding, meaning, seconds_of_layouts)
-        yield compared("common prefixes", statement, *arguments)
+        yield compared(name, statement, of_prefixes, scale, rounding, causes, seconds_of_layouts)
     if own_dtype != "fp32":
         yield from dtype_checks(subject, own_dtype, one_by_one, scale, plain_error, clock)
     if ranks is not None:
@@ -131,7 +123,7 @@ def dtype_checks(
     seconds = clock.lap() / 2
     meaning = (
         "The kernels of this dtype are wrong. Compare with "
-        f"--ds.attn_implementation eager and with --ds.param_dtype fp32. {REPORT}"
+        "--ds.attn_implementation eager and with --ds.param_dtype fp32."
     )
     names = {ONE_BY_ONE: f"dtype {dtype}", ALL: f"dtype {dtype}, packed"}
     for layout, difference in found.items():

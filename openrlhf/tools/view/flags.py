@@ -1,12 +1,10 @@
 """The flags of `openrlhf rollouts`, `openrlhf watch` and `openrlhf view`."""
 
-import argparse
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.api import ErrorCode, UsageError, short_errors
-from openrlhf.tools.command_line.arguments import RUN, ArgumentParser, positive, run
+from openrlhf.api import short_errors
+from openrlhf.tools.command_line.arguments import RUN, ArgumentParser, check_packages, positive, run, whole
 
 DEFAULT_PORT = 8890
 PACKAGES = ("duckdb", "plotly")
@@ -17,8 +15,8 @@ ORDERS = ("reward", "score", "length")
 def rollouts_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf rollouts", description=rollouts.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN)
-    parser.add_argument("--step", type=int, metavar="N", help="RL step (default: the last)")
-    parser.add_argument("--prompt", type=int, metavar="ID", help="only samples of this prompt_id")
+    parser.add_argument("--step", type=whole(0), metavar="N", help="RL step (default: the last)")
+    parser.add_argument("--prompt", type=whole(0), metavar="ID", help="only samples of this prompt_id")
     parser.add_argument("--failed", action="store_true", help="only samples without a reward")
     parser.add_argument(
         "--sort", choices=ORDERS, help="print the largest first (default: in the order of sampling)"
@@ -51,7 +49,7 @@ def watch_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--width",
-        type=_width,
+        type=whole(20),
         metavar="N",
         help="columns of a printed frame (default: the terminal's, or 120)",
     )
@@ -66,12 +64,6 @@ def watch(argv: Sequence[str] | None = None) -> None:
         run("openrlhf.tools.view.watch:run", options.run, options.once, options.width)
 
 
-def _width(text: str) -> int:
-    if (width := int(text)) < 20:
-        raise argparse.ArgumentTypeError(f"{width} is not at least 20")
-    return width
-
-
 def view_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf view", description=view.__doc__)
     parser.add_argument(
@@ -83,7 +75,7 @@ def view_parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--port",
-        type=int,
+        type=whole(0, 65535),
         default=DEFAULT_PORT,
         help=f"port on 127.0.0.1 (default: {DEFAULT_PORT}; 0: any free one)",
     )
@@ -95,13 +87,5 @@ def view(argv: Sequence[str] | None = None) -> None:
     """Serves a local web page with the curves of one or several runs and every rollout."""
     with short_errors():
         options = view_parser().parse_args(argv)
-        check_packages()
+        check_packages(dict.fromkeys(PACKAGES, 'the page needs it.\nRun: pip install "openrlhf[view]"'))
         run("openrlhf.tools.view.server:run", options.runs, options.port, not options.no_browser)
-
-
-def check_packages() -> None:
-    """Raises UsageError if a package that only the page needs is not installed."""
-    for name in PACKAGES:
-        if find_spec(name) is None:
-            text = 'the package is not installed.\nRun: pip install "openrlhf[view]"'
-            raise UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)

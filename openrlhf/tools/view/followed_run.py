@@ -15,6 +15,7 @@ from openrlhf.api import (
     unwaiting,
 )
 from openrlhf.api import LOCK_FILE as LOCK
+from openrlhf.tools.command_line.runs import wrote_last
 from openrlhf.tools.view.metrics import Metrics, Tail, integer
 
 STEPS_KEPT = 2000
@@ -82,11 +83,6 @@ class FollowedRun:
         return max(self.steps, default=0)
 
     @property
-    def total_steps(self) -> int | None:
-        """Number of steps of the whole run; None before the start of the first step."""
-        return self.folder.total_steps
-
-    @property
     def model(self) -> str:
         """Name of the model that the last start trains; empty if unknown."""
         path = self.folder.path
@@ -120,7 +116,7 @@ class FollowedRun:
     @property
     def eta(self) -> float | None:
         """Estimated remaining seconds; None if they are unknown or the run does not go on."""
-        total, seconds = self.total_steps, self.seconds_per_step
+        total, seconds = self.folder.total_steps, self.seconds_per_step
         if self.state != "running" or total is None or seconds is None or self.last_step >= total:
             return None
         return max(0.0, (total - self.last_step) * seconds - min(self.age or 0.0, seconds))
@@ -166,15 +162,7 @@ class FollowedRun:
             case None:
                 self.state = "unknown"
             case False:
-                self.state = "ended" if self._has_closed() else "died"
-
-    def _has_closed(self) -> bool:
-        """Returns True if the run wrote its report after its last step, as a run does unless it is killed."""
-        try:
-            report = (self.folder.path / "report.html").stat().st_mtime_ns
-            return report >= self.folder.metrics_path.stat().st_mtime_ns
-        except OSError:
-            return False
+                self.state = "ended" if wrote_last(self.folder, "report.html") else "died"
 
 
 def is_locked(folder: Path) -> bool | None:

@@ -80,7 +80,6 @@ class Indexed:
     """Files that could not be read, with the reasons."""
     waiting: list[str] = field(default_factory=list)
     """Files that are not indexed yet, the newest step first."""
-    num_rows: int = 0
 
 
 class Index:
@@ -122,6 +121,9 @@ class Index:
             found = cursor.execute(query, list(values))
             names = [column[0] for column in found.description]
             return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+    def num_rows(self, i: int) -> int:
+        return self.rows(f"SELECT count(*) AS n FROM run{i}.rollouts")[0]["n"]
 
     def update(self) -> bool:
         """Scans the folders, and indexes at most one batch of files for each run. Returns True if more files
@@ -166,10 +168,6 @@ class Index:
         self._database.execute(f"CREATE TABLE IF NOT EXISTS run{i}.rollouts ({columns})")
         known = self.rows(f"SELECT * FROM run{i}.files")
         run.known = {row["file"]: FileState(row["mtime"], row["size"]) for row in known}
-        self._count(i, run)
-
-    def _count(self, i: int, run: Indexed) -> None:
-        run.num_rows = self.rows(f"SELECT count(*) AS n FROM run{i}.rollouts")[0]["n"]
 
     def _scan(self, i: int, run: Indexed) -> dict[str, FileState]:
         """Compares the folder with the index: forgets files that are gone, and lists new and changed ones.
@@ -188,7 +186,6 @@ class Index:
             self._delete(cursor, i, names)
             cursor.commit()
         run.known = {name: state for name, state in run.known.items() if name not in names}
-        self._count(i, run)
 
     def _add(self, i: int, run: Indexed, states: dict[str, FileState]) -> None:
         """Indexes files in one transaction, or one by one if any of them cannot be read."""
@@ -200,7 +197,6 @@ class Index:
                 return
             for name, state in states.items():
                 self._add(i, run, {name: state})
-        self._count(i, run)
 
     def _insert(self, i: int, run: Indexed, states: dict[str, FileState]) -> None:
         columns = ", ".join(map(_name, TYPES))

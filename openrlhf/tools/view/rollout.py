@@ -13,7 +13,6 @@ from openrlhf.api import (
     JOURNAL_FILE,
     ErrorCode,
     ImageSources,
-    RunFolder,
     UsageError,
     decoded,
     kept_download,
@@ -22,6 +21,7 @@ from openrlhf.api import (
     read_label,
     read_rows,
 )
+from openrlhf.tools.command_line.runs import PlacedRun
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.rollouts import prompt_length
 
@@ -132,8 +132,8 @@ def picture(folder: Path, reference: str) -> bytes:
 def image_root(folder: Path) -> Path | None:
     """Returns the folder that the run's image paths are relative to: `data.image_root` of its configuration,
     or else the folder of `data.prompt_dataset`."""
-    data = RunFolder(folder).read_config().get("data", {})
-    if root := data.get("image_root"):
-        return Path(root)
-    prompts = Path(data.get("prompt_dataset") or "")
+    run = PlacedRun(folder)
+    if root := run.flags.get("data.image_root"):
+        return Path(run.locate(root))
+    prompts = Path(run.locate(run.flags.get("data.prompt_dataset") or ""))
     return prompts if prompts.is_dir() else prompts.parent

@@ -26,7 +26,7 @@ from openrlhf.api import (
     read_table,
 )
 from openrlhf.api import reading_run as reading
-from openrlhf.tools.command_line.runs import find_run
+from openrlhf.tools.command_line.runs import PlacedRun, find_run
 from openrlhf.tools.command_line.terminal import colour_console, say
 from openrlhf.tools.view.flags import NAMES
 
@@ -232,13 +232,14 @@ def decode_each(tokenizer: Any, token_ids: Sequence[int], *, after: Sequence[int
 def load_run_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer of the model that the policy started from, or else of the final model. Raises
     UsageError if neither exists."""
-    from openrlhf.api import RunFolder, load_tokenizer  # imports transformers
+    from openrlhf.api import load_tokenizer  # imports transformers
 
-    if not (config := RunFolder(folder).read_config()):
+    run = PlacedRun(folder)
+    if not (config := run.read_config()):
         raise _not_found("has no config.yaml, which names the run's tokenizer", value=folder)
     choose_hub(config.get("use_ms", False))
     use_fast = not config["data"].get("disable_fast_tokenizer", False)
-    began, wrote = config["actor"]["model_name_or_path"], config["ckpt"]["output_dir"]
+    began, wrote = map(run.locate, (config["actor"]["model_name_or_path"], config["ckpt"]["output_dir"]))
     try:
         return load_tokenizer(began, flag="--actor.model_name_or_path", use_fast=use_fast)
     except ValueError:

@@ -89,7 +89,7 @@ def frame(run: FollowedRun, width: int, height: int | None = None, *, ascii_only
 
 
 def header(run: FollowedRun, width: int) -> RenderableType:
-    total, last = run.total_steps, run.last_step
+    total, last = run.folder.total_steps, run.last_step
     state = "finished" if run.state == "ended" and total and last >= total else run.state
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f" {state} ", style=f"reverse {STATES[run.state]}")

@@ -3,9 +3,9 @@ the query, never part of its text."""
 
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
-from openrlhf.tools.view.index import Index
+from openrlhf.tools.view.index import TYPES, Index
 
 Order = Literal["step", "reward", "score", "length", "turns", "version", "prompt_id"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -18,15 +18,16 @@ RANGES = ("step", "reward", "score", "length", "turns", "version")
 """Columns with filters NAME_min and NAME_max."""
 EXACT = ("run", "kind", "prompt_id", "source", "outcome", "truncated", "finish_reason")
 """Columns with a filter for one value."""
-LISTED = (
-    *("run", "file", "row", "kind", "step", "prompt_id", "epoch", "sample_index", "part", "source", "reward"),
-    *("score", "outcome", "error", "finish_reason", "truncated", "length", "turns", "version", "num_images"),
-    "extra_logs",
-)
+LISTED = ("run", *(name for name in TYPES if name not in ("prompt", "response")))
+"""Columns of a list, besides the beginnings of texts."""
 _LOG = "list_filter(extra_logs, lambda log: log.name = ?)[1].value"
 
 
-class Search(BaseModel):
+LIMITS: dict[str, Any] = {f"{name}_{end}": (float | None, None) for name in RANGES for end in ("min", "max")}
+Limits: Any = create_model("Limits", **LIMITS)
+
+
+class Search(Limits):
     """A filter, an order and a page. None and empty texts do not filter."""
 
     model_config = ConfigDict(extra="forbid")
@@ -40,18 +41,6 @@ class Search(BaseModel):
     truncated: bool | None = None
     failed: bool | None = None
     """True: only samples that an error left without a reward; False: only the others."""
-    step_min: int | None = None
-    step_max: int | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
-    score_min: float | None = None
-    score_max: float | None = None
-    length_min: int | None = None
-    length_max: int | None = None
-    turns_min: int | None = None
-    turns_max: int | None = None
-    version_min: int | None = None
-    version_max: int | None = None
     text: str = ""
     """Text that the prompt or the answer contains."""
     prompt: str = ""

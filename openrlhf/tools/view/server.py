@@ -84,7 +84,7 @@ class Viewer:
             "path": str(self.folders[i]),
             "rows": metrics.num_rows,
             "last_step": metrics.last_step,
-            "rollouts": indexed.num_rows,
+            "rollouts": self.index.num_rows(i),
             "files": len(indexed.known),
             "files_waiting": len(indexed.waiting),
             "notes": [

@@ -294,7 +294,7 @@ def test_the_demo_needs_what_its_commands_use(monkeypatch, tmp_path, capsys) -> 
     with pytest.raises(SystemExit):
         run_demo(["--folder", str(tmp_path / "demo")])
     (error,) = printed(capsys.readouterr().err)
-    assert error.code is ErrorCode.MISSING_PACKAGE and "vllm" in error.text and "pip install" in error.text
+    assert error.code is ErrorCode.MISSING_PACKAGE and "vllm" in error.place and "pip install" in error.text
     assert not (tmp_path / "demo").exists()
 
 

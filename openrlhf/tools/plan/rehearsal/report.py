@@ -24,37 +24,24 @@ from openrlhf.tools.plan.view import GIB, batch_lines, binding_lines
 
 def run(command: Command, config: Any, cluster: Cluster, options: argparse.Namespace) -> int:
     """Rehearses the run in a temporary folder. Returns 0 if nothing failed, else 1."""
-    folder, assumed = Path(tempfile.mkdtemp(prefix="openrlhf-rehearsal-")), Assumed.of(options)
+    folder, started = Path(tempfile.mkdtemp(prefix="openrlhf-rehearsal-")), time.monotonic()
+    rehearsal = Rehearsal(
+        command=command,
+        config=config,
+        cluster=cluster,
+        assumed=Assumed.of(options),
+        folder=folder,
+        tell=Progress(started),
+    )
     try:
-        return rehearse(command, config, cluster, assumed, folder, as_json=options.json)
+        rehearsal.run()
     finally:
         if options.keep:
             notify(f"logs and models: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def rehearse(
-    command: Command,
-    config: Any,
-    cluster: Cluster,
-    assumed: Assumed,
-    folder: Path,
-    *,
-    as_json: bool,
-) -> int:
-    started = time.monotonic()
-    rehearsal = Rehearsal(
-        command=command,
-        config=config,
-        cluster=cluster,
-        assumed=assumed,
-        folder=folder,
-        tell=Progress(started),
-    )
-    rehearsal.run()
     seconds = time.monotonic() - started
-    if as_json:
+    if options.json:
         print(json.dumps(as_data(rehearsal, seconds), indent=2))
     else:
         show(rehearsal, seconds, sys.stdout)

@@ -29,6 +29,7 @@ LEAST: dict[str, tuple[str, dict[str, Any]]] = {
     "plan": ("", PLAN | {"json": False}),
     "check": ("", PLAN | {"no_color": False}),
     "rehearse": ("", PLAN | {"json": False, "keep": False}),
+    "data": ("", {"samples": 3, "no_color": False}),
     "agent": (
         "try a.py --model m --prompt p",
         {"file": "a.py", "model": "m", "prompt": "p", "label": "", "samples": 1},
@@ -70,6 +71,7 @@ ALL: dict[str, tuple[str, dict[str, Any]]] = {
     "plan": (f"{OF_A_RUN} --json", OF_A_RUN_READ | {"json": True}),
     "check": (f"{OF_A_RUN} --no_color", OF_A_RUN_READ | {"no_color": True}),
     "rehearse": (f"{OF_A_RUN} --json --keep", OF_A_RUN_READ | {"json": True, "keep": True}),
+    "data": ("--samples 0 --no-color", {"samples": 0, "no_color": True}),
     "agent": ("--label l --samples 2", {"label": "l", "samples": 2}),
     "verify": (
         "--rows 2 --tokens 3 --layers 4 --no_ranks --no_engine --out o.json",
@@ -117,7 +119,7 @@ def test_what_the_options_mean(name: str) -> None:
 @pytest.mark.parametrize("name", LEAST)
 def test_the_help_names_the_command_and_explains_every_option(name: str) -> None:
     for parser in parsers_of(name):
-        assert re.sub(" (try|record)$", "", parser.prog) == f"openrlhf {name}"
+        assert re.sub(" (try|record|preview)$", "", parser.prog) == f"openrlhf {name}"
         assert parser.format_usage().startswith(f"usage: {parser.prog} ")
         module, read = reader_of(name)
         read = getattr(module, "record") if parser.prog.endswith(" record") else read  # noqa: B009
@@ -147,7 +149,13 @@ def test_a_default_that_the_help_names_is_the_default(name: str) -> None:
         *(("plan", flag) for flag in ("--prompt_tokens", "--response_tokens", "--rows")),
         *(("verify", flag) for flag in ("--rows", "--tokens", "--layers")),
         *(("rollouts", flag) for flag in ("--step", "--prompt", "--sort", "--name", "--limit")),
-        *(("agent", "--samples"), ("watch", "--width"), ("view", "--port"), ("replay", "--step")),
+        *(
+            ("agent", "--samples"),
+            ("data", "--samples"),
+            ("watch", "--width"),
+            ("view", "--port"),
+            ("replay", "--step"),
+        ),
         *(("bisect", "--step"), ("bisect", "--commits")),
     ],
 )

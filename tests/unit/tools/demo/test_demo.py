@@ -8,12 +8,11 @@ from unittest.mock import Mock
 import pytest
 from recorded_runs import write
 from records import trajectory
-from refusals import refused
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.reasoning_gym import find_entry
-from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.tools.command_line import arguments
 from openrlhf.tools.demo import demo, flags
 from openrlhf.types import Trajectory
 
@@ -63,11 +62,15 @@ def test_what_is_printed_before_and_after(
     assert demo._show_result(tmp_path, 6) == ""
 
 
-def test_a_missing_engine_is_named_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "vllm" else name)
-    with refused(ErrorCode.MISSING_PACKAGE) as told:
-        flags.check_packages()
-    assert "not installed: vllm." in told.value.text
+def test_a_missing_engine_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == "vllm" else name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit):
+        flags.demo(["--folder", str(tmp_path)])
+    assert "error: vllm is not installed, and the demo samples with it." in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_pretrained_model_learns_sums_of_reasoning_gym(
@@ -75,13 +78,16 @@ def test_a_pretrained_model_learns_sums_of_reasoning_gym(
 ) -> None:
     """The command that is printed and run has problems, none of them twice, and a reward that reads their
     labels."""
-    monkeypatch.setattr(demo, "fetch", lambda name: tiny_chat_model(tmp_path / name, seed=0))
+    monkeypatch.setattr(demo, "fetch", lambda name: tiny_chat_model(tmp_path / "my models" / name, seed=0))
     monkeypatch.setattr(demo, "_show_result", lambda folder, steps: "4 - 1 =")
     runs: list[PPOConfig] = []
     monkeypatch.setattr(demo, "run_rl", lambda config, argv: runs.append(config))
     demo.run(tmp_path, "smollm2", 7, 3)
     (config,) = runs
-    assert config.actor.model_name_or_path == str(tmp_path / "smollm2") and config.train.max_steps == 3
+    assert (
+        config.actor.model_name_or_path == str(tmp_path / "my models" / "smollm2")
+        and config.train.max_steps == 3
+    )
     trained, held_out = (
         [json.loads(line) for line in Path(file).read_text().splitlines()]
         for file in (config.data.prompt_dataset, config.eval.dataset)
@@ -114,10 +120,15 @@ def test_the_printed_command_is_found_after_make_too(
     assert before.startswith("export PATH=/") is not in_path
 
 
-def test_a_pretrained_model_needs_packages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags.fetch, "find_spec", lambda name: name)
-    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "reasoning_gym" else name)
-    flags.check_packages()
-    with refused(ErrorCode.MISSING_PACKAGE) as told:
-        flags.check_packages("smollm2")
-    assert told.value.text.startswith("reasoning_gym") and "openrlhf[gym]" in told.value.text
+def test_a_pretrained_model_needs_packages_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple] = []
+    monkeypatch.setattr(flags, "run", lambda *words: ran.append(words))
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == "reasoning_gym" else name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flags.demo(["--folder", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        flags.demo(["--folder", str(tmp_path), "--model", "smollm2"])
+    err = capsys.readouterr().err
+    assert "error: reasoning_gym is not installed" in err and "openrlhf[gym]" in err and len(ran) == 1

@@ -329,6 +329,30 @@ def test_a_warning_is_left_out_only_if_another_cause_explains_it(tmp_path: Path)
     assert causes(tmp_path / "over") == ["unhealthy"]
 
 
+@pytest.mark.parametrize(
+    ("flags_of_run", "raised"),
+    [
+        (
+            {"reward__stop_properly_penalty_coef": 0.5},
+            "1 of 2 samples are truncated and have negative rewards; -2",
+        ),
+        (
+            {"tasks__a__stop_properly_penalty_coef": 0.0},
+            "1 of 2 samples are truncated and have negative rewards; -2",
+        ),
+        ({"reward__stop_properly_penalty_coef": -1.0}, ""),
+        ({"reward__stop_properly_penalty_coef": 1.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_penalty_that_raises_rewards_is_found(tmp_path: Path, flags_of_run: dict, raised: str) -> None:
+    run = write_run(tmp_path / "run", HEALTHY, **flags_of_run)
+    rows = [sample([1, 2], reward=r, truncated=r < 0, source="a", outcome="ok") for r in (-2.0, 1.0)]
+    write_journal(run, STEPS, rows)
+    told = [finding for finding in diagnose(RunRecord(run)) if finding.cause == "raised-rewards"]
+    assert [raised in told.evidence[0] for told in told] == [True] * bool(raised)
+
+
 def test_the_rank_with_most_tokens_is_late(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY)
     rows = [sample([1] * (30 if rank else 10), ranks=[rank], optimizer_steps=[1]) for rank in (0, 0, 0, 1)]
@@ -374,6 +398,20 @@ def test_stacks_tell_who_waits_for_whom(tmp_path: Path) -> None:
         "rank 0 of policy waits in all_reduce for rank 1 of policy"
     )
     assert causes(run)[0] == "stall"
+    past = time.time() - 3600
+    os.utime(run / "stacks.txt", (past, past))  # of an earlier start, which a later one has resumed
+    assert causes(run) == []
+
+
+def test_a_run_that_was_killed_after_a_resume_is_found(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY)
+    with living(run):
+        pass
+    (run / "report.html").touch()
+    assert causes(run) == []
+    past = time.time() - 3600
+    os.utime(run / "report.html", (past, past))
+    assert causes(run) == ["killed"]
 
 
 def test_a_reward_is_recognised_in_a_stack() -> None:
@@ -405,12 +443,14 @@ def test_the_owner_of_a_lock_is_read_as_the_lock_writes_it(tmp_path: Path) -> No
     assert process is not None and process.pid == os.getpid()
 
 
-def test_a_run_that_stands_still_shows_the_stack_of_its_process(tmp_path: Path) -> None:
+def test_a_run_that_stands_still_shows_the_stack_of_its_process(tmp_path: Path, monkeypatch) -> None:
+    """A resumed run that still loads its models stands not still, although its last row is old."""
     run = write_run(tmp_path / "run", HEALTHY)
+    an_hour_ago, now = time.time() - 3600, time.time
+    os.utime(run / "metrics.jsonl", (an_hour_ago, an_hour_ago))
     with living(run) as pid:
         assert causes(run) == []
-        an_hour_ago = time.time() - 3600
-        os.utime(run / "metrics.jsonl", (an_hour_ago, an_hour_ago))
+        monkeypatch.setattr(stalls.time, "time", lambda: now() + 3600)
         finding = found(run, "stall")
     text = " ".join(finding.evidence)
     assert "since step 40" in text

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from openrlhf.cli.main import main
 from openrlhf.errors import ErrorCode
+from openrlhf.tools.command_line import arguments
 from openrlhf.tools.fetch import fetch as fetching
-from openrlhf.tools.fetch import flags
 from openrlhf.tools.fetch.catalog import MODELS, Package, Pretrained
+from openrlhf.tools.fetch.flags import NEEDED
 
 pytest.importorskip("gguf", reason="gguf, which reads the file of a fetched model, is not installed")
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
@@ -294,9 +295,9 @@ def test_a_full_disk_is_told_before_the_download(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("package", ["pip", "gguf"])
 def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == package else name)
     with refused(ErrorCode.MISSING_PACKAGE) as told:
-        flags.check_packages()
+        arguments.check_packages(NEEDED)
     assert told.value.text.startswith(f"{package} is not installed")
 
 

@@ -287,6 +287,20 @@ def test_a_supervised_run(model: Path, words: list[str], capsys: pytest.CaptureF
     ]
 
 
+@pytest.mark.parametrize(("answer", "noted"), [("2<|end|>\n", False), ("2<|end|> so", True)])
+def test_answers_that_go_on_behind_a_stop_token(model, words, capsys, answer: str, noted: bool) -> None:
+    rows = [{"input": "1+1=?", "answer": "2"}, {"input": "1+1=?", "answer": answer}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"sft --model.model_name_or_path {model} --data.dataset rows.jsonl --data.output_key answer"
+    _, text = checked([*flags.split(), "--data.apply_chat_template", "--ckpt.output_dir", "out"], capsys)
+    told = [
+        line
+        for line in verdict(text)
+        if line.startswith("1 of the first 2 samples, such as 2, learn text behind")
+    ]
+    assert bool(told) is noted, text
+
+
 def test_packages_are_those_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"torch", "transformers", "ray", "rich"} <= {requirement.name for requirement in requirements()}
     assert not [*mismatches()]

@@ -65,6 +65,11 @@ def test_commands_accept_every_recipe(what: str, gpus: int) -> None:
         assert ranks == values["vllm.num_engines"] == gpus
 
 
+def test_the_next_commands_can_be_copied_into_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    init.main([*flags("sft", gpus=2), "--file", "my run.yaml"])
+    assert capsys.readouterr().out.count(" 'my run.yaml'") == 3
+
+
 @pytest.mark.parametrize(("what", "row"), [(what, row) for what, rows in ROWS.items() for row in rows])
 def test_columns_of_a_local_file(what: str, row: dict) -> None:
     Path("data.jsonl").write_text(json.dumps(row) + "\n")

@@ -26,7 +26,7 @@ from openrlhf.tools.plan import flags
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, _remedies, plan_run, spelled
 from openrlhf.tools.plan.hardware import REPORTED, Cluster, cores, parse_cluster, with_measured
 from openrlhf.tools.plan.time import forward_flops, largest_batch, training_flops
-from openrlhf.tools.plan.view import batch_lines, duration, show
+from openrlhf.tools.plan.view import batch_lines, show
 
 LLAMA_8B = hf.LlamaConfig(
     vocab_size=128256,
@@ -423,6 +423,12 @@ def test_lengths_are_assumed_only_if_they_are_unknown(folders: dict[str, str]) -
     ):
         _, plan = planned(flags, parse_cluster("8xH100-80GB"), **given)
         assert next(line for line in batch_lines(plan) if "tokens of a sample" in line).endswith(said)
+    for given, flag in (
+        ({"prompt": 9000}, "--prompt_tokens"),
+        ({"prompt": 20, "response": 9000}, "--response_tokens"),
+    ):
+        with refusals.refused(ErrorCode.TOO_LONG, flag=flag, value=9000):
+            planned(flags, parse_cluster("8xH100-80GB"), **given)
 
 
 def test_a_tiny_model_on_cores(folders: dict[str, str]) -> None:
@@ -487,7 +493,3 @@ def test_a_file_says_its_command_if_only_one_has_its_keys(tmp_path: Path) -> Non
         command_and_flags(["chat"], "plan")
     with refusals.refused(ErrorCode.NOT_FOUND):
         command_and_flags([str(tmp_path / "none.yaml")], "plan")
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (90, 600, 7200, 3e5)] == ["90 s", "10 min", "2 h", "3.47 days"]

@@ -269,7 +269,7 @@ def test_rows_that_max_len_cuts_are_told_also_from_the_cache(tmp_path, model, ca
     [
         (["preview", "ppo"], ErrorCode.UNKNOWN_FLAG, "openrlhf data preview 'ppo'"),
         (["show"], ErrorCode.UNKNOWN_FLAG, "openrlhf data 'show'"),
-        (["preview", "sft", "--samples", "many"], ErrorCode.INVALID_VALUE, "--samples many"),
+        (["preview", "sft", "--samples", "many"], ErrorCode.INVALID_VALUE, "--samples"),
         (["preview", "sft", "--samples"], ErrorCode.INVALID_VALUE, "--samples"),
         (["preview", "sft"], ErrorCode.MISSING_FLAG, "--data.dataset"),
     ],

@@ -12,7 +12,7 @@ from refusals import refused
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import to_yaml
 from openrlhf.errors import ErrorCode
-from openrlhf.tools.replay import bisect as command
+from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay.compare import bisect, describe_cause
 from openrlhf.tools.replay.differences import NUMBER, ORDER, same
 from openrlhf.types import Trajectory, runs
@@ -42,7 +42,7 @@ def test_equal_runs(pair, capsys):
     result = bisect(a.run, b.run)
     assert result.first is None and result.are_equal
     assert {(s.step, s.name) for s in result.equal} >= {(1, "rollouts"), (3, "metrics")}
-    assert command.run(a.run.path, b.run.path) == 0
+    assert command.bisect_runs(a.run.path, b.run.path) == 0
     assert "no difference" in capsys.readouterr().out
 
 
@@ -139,7 +139,7 @@ def test_samples_of_an_evaluation_come_before_their_scores(pair, capsys):
     a, b = pair
     evaluate(a, 0.25, seed=3)
     evaluate(b, 0.5, seed=4)
-    assert command.run(a.run.path, b.run.path) == 1
+    assert command.bisect_runs(a.run.path, b.run.path) == 1
     out = capsys.readouterr().out
     assert "first difference: step 0, evaluation, seed" in out
     assert "meaning: the seeds of sampling differ" in out
@@ -189,7 +189,7 @@ def test_settings(tmp_path, capsys):
     assert found.learned == {"--train.seed": (a.run.flags["train.seed"], 7)}
     assert "--ds.zero_stage" in found.other and "--ckpt.output_dir" in found.other
     b.step(1, changed(1, 0, seed=4))
-    assert command.run(a.run.path, b.run.path) == 1
+    assert command.bisect_runs(a.run.path, b.run.path) == 1
     out = capsys.readouterr().out
     assert "--train.seed" in out and "first difference: step 1, rollouts, seed" in out
     assert re.search(r"quantity +differs in +largest +first difference", out)
@@ -207,9 +207,9 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
     recording = Recording(tmp_path / "a")
     (empty := tmp_path / "empty").mkdir()
     with refused(ErrorCode.NOT_FOUND, value=empty):
-        command.run(empty, recording.run.path)
+        command.bisect_runs(empty, recording.run.path)
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "config.yaml").write_text(to_yaml(SFT.config_type()))
     (tmp_path / "sft" / "argv.txt").write_text("python -m openrlhf.cli.train_sft\n")
     with refused(ErrorCode.CONFLICT, flag="RUN_B"):
-        command.run(recording.run.path, tmp_path / "sft")
+        command.bisect_runs(recording.run.path, tmp_path / "sft")

@@ -11,9 +11,9 @@ from refusals import refused
 
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.command_line.jobs import run_job
-from openrlhf.tools.replay.bisect import run_commits
 from openrlhf.tools.replay.commits import ENTRY, Repository
 from openrlhf.tools.replay.flags import bisect as main
+from openrlhf.tools.replay.replay import bisect_versions
 from openrlhf.tools.replay.rerun import Rerun, build_environment
 
 COMPUTE = """\
@@ -88,7 +88,7 @@ def state(clone: Path) -> tuple[str, str, list[str]]:
 
 def test_the_first_difference_of_two_commits(recording, clone, temporary, capfd):
     before = state(clone)
-    assert run_commits(recording.run.path, ["good", "bad"], 2, clone) == 1
+    assert bisect_versions(recording.run.path, ["good", "bad"], 2, clone) == 1
     out, err = capfd.readouterr()
     assert "step 2 computed by two commits, from the beginning" in out
     assert f"first run   good ({git(clone, 'rev-parse', 'good')[:12]}): good code" in out
@@ -101,7 +101,7 @@ def test_the_first_difference_of_two_commits(recording, clone, temporary, capfd)
 @pytest.mark.processes
 def test_commits_that_compute_the_same(recording, clone, temporary, capfd):
     sha = git(clone, "rev-parse", "good")
-    assert run_commits(recording.run.path, [sha, "same"], None, clone / "openrlhf") == 0
+    assert bisect_versions(recording.run.path, [sha, "same"], None, clone / "openrlhf") == 0
     out = capfd.readouterr().out
     assert "step 3 computed by two commits" in out and "no difference" in out
     assert f"first run   {sha[:12]}: good code" in out
@@ -111,7 +111,7 @@ def test_commits_that_compute_the_same(recording, clone, temporary, capfd):
 def test_a_commit_that_fails_is_named(recording, clone, temporary):
     commit(clone, "fails", "cli/replayed.py", COMPUTE.format(added=0, more="sys.exit(3)"))
     with refused(ErrorCode.WORKER_FAILED, flag="--commits", value="main") as raised:
-        run_commits(recording.run.path, ["good", "main"], 2, clone)
+        bisect_versions(recording.run.path, ["good", "main"], 2, clone)
     assert "exit status 3" in str(raised.value)
     assert not list(temporary.iterdir())
 
@@ -119,22 +119,22 @@ def test_a_commit_that_fails_is_named(recording, clone, temporary):
 def test_unknown_and_old_commits_are_refused_before_anything_is_computed(recording, clone, temporary):
     for name, code in (("nothing", ErrorCode.NOT_FOUND), ("--all", ErrorCode.NOT_FOUND)):
         with refused(code, flag="--commits", value=name):
-            run_commits(recording.run.path, ["good", name], 2, clone)
+            bisect_versions(recording.run.path, ["good", name], 2, clone)
     with refused(ErrorCode.UNSUPPORTED, flag="--commits", value="old") as raised:
-        run_commits(recording.run.path, ["old", "good"], 2, clone)
+        bisect_versions(recording.run.path, ["old", "good"], 2, clone)
     assert ENTRY in str(raised.value)
     with refused(ErrorCode.NOT_FOUND, flag="--step", value=9):
-        run_commits(recording.run.path, ["good", "bad"], 9, clone)
+        bisect_versions(recording.run.path, ["good", "bad"], 9, clone)
     assert not list(temporary.iterdir())
 
 
 def test_folders_without_a_repository_are_refused(recording, tmp_path, monkeypatch):
     for folder in (tmp_path / "missing", tmp_path):
         with refused(ErrorCode.NOT_FOUND, flag="--repository", value=folder):
-            run_commits(recording.run.path, ["good", "bad"], 2, folder)
+            bisect_versions(recording.run.path, ["good", "bad"], 2, folder)
     monkeypatch.setenv("PATH", str(tmp_path))
     with refused(ErrorCode.MISSING_PACKAGE, flag="--commits"):
-        run_commits(recording.run.path, ["good", "bad"], 2, tmp_path)
+        bisect_versions(recording.run.path, ["good", "bad"], 2, tmp_path)
 
 
 def test_a_bare_clone_has_the_same_commits(clone, tmp_path):

@@ -17,6 +17,7 @@ from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.serve import batch_inference
+from openrlhf.tools.serve.answering import Recorder
 from openrlhf.tools.serve.flags import lengths
 
 MODEL_FLAG = "--model.model_name_or_path"
@@ -25,6 +26,15 @@ TASK = ["--ds.param_dtype", "fp32", "--data.input_template", TEMPLATE]
 GENERATE = [*TASK, "--task", "generate", "--rollout.greedy", "--rollout.max_new_tokens", "4"]
 SCORE = [*TASK, "--task", "rm"]
 ROWS = [{"input": "1 + 1", "output": "2"}, {"input": "Tom has 3", "output": "3 apples"}]
+
+
+def test_a_score_that_is_not_finite_is_refused() -> None:
+    """`best and worst` would take it for the best or the worst, as it comes first or last."""
+    results, asked = mock.Mock(), mock.Mock(prompt_id=7)
+    write = Recorder().begin(results, mock.Mock()).scores(0.0, 1.0)
+    with refused(ErrorCode.NOT_FINITE, flag="--ds.param_dtype") as told:
+        write([asked, asked], [1.0, float("nan")])
+    assert "score of input 7 " in told.value.text and not results.append.called
 
 
 @pytest.fixture(scope="module")

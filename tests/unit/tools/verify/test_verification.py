@@ -27,6 +27,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import jobs
 from openrlhf.tools.verify import compare, continuing, engine, ranks, trainer
 from openrlhf.tools.verify.compare import Gradient, Rounding, Scale
+from openrlhf.tools.verify.flags import verify
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
 from openrlhf.tools.verify.subjects import Size, Subject, shortest
 from openrlhf.tools.verify.verify import _with_layers, build_subject
@@ -274,6 +275,7 @@ def test_the_report_has_everything_and_no_secret(tmp_path: Path, monkeypatch: py
         not_checked("d", "D holds", "no GPU"),
     ]
     assert [f.verdict for f in findings] == ["FAILED", "proved", "FAILED", "not checked"]
+    tmp_path /= "new"
     write_report(tmp_path / "v.json", "sft", config, findings, {"rows": "synthetic"})
     written = json.loads((tmp_path / "v.json").read_text())
     assert [f["check"] for f in written["findings"]] == ["a", "b", "c", "d"]
@@ -284,6 +286,13 @@ def test_the_report_has_everything_and_no_secret(tmp_path: Path, monkeypatch: py
         assert part in text
     assert "very-secret-key" not in text + (tmp_path / "v.json").read_text()
     assert table(findings) in text.replace("<redacted>", "very-secret-key")
+
+
+@pytest.mark.parametrize("name", ["", "v.txt"])
+def test_a_report_that_could_not_be_written_is_refused_before_the_checks(name: str, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        verify(["sft", *WORDS.split(), "--out", str(tmp_path / name)])
+    assert f"error: --out {tmp_path / name}: the report cannot be written: " in capsys.readouterr().err
 
 
 def test_the_sync_that_differs_most_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,14 +114,14 @@ def test_a_run_before_its_first_step(folder: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"total_steps": "x"}'])
 def test_a_number_of_steps_that_cannot_be_read(folder: Path, content: str) -> None:
     (folder / "progress.json").write_text(content)
-    assert follow(folder).total_steps is None
+    assert follow(folder).folder.total_steps is None
     assert "step 12 " in text_of(follow(folder))
 
 
 def test_a_run_records_its_number_of_steps(tmp_path: Path) -> None:
     made = RunFolder.create(tmp_path / "run", config_yaml="", argv=["openrlhf"], resume=False)
     Observer(made, LoggerConfig()).start(7)
-    assert FollowedRun(made.path).total_steps == 7
+    assert FollowedRun(made.path).folder.total_steps == 7
 
 
 def test_a_folder_without_a_lock(folder: Path) -> None:

@@ -16,10 +16,11 @@ from refusals import printed
 from rich.console import Console
 from tokenizers_of_users import llama_2_style
 
-from openrlhf.observability.journal import Journal, Trained
+from openrlhf.observability.journal import Journal, Trained, read_rows
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.text import decode
 from openrlhf.tools.command_line import terminal
+from openrlhf.tools.doctor.record import RunRecord
 from openrlhf.tools.view import rollouts
 from openrlhf.tools.view.flags import rollouts as rollouts_command
 from openrlhf.tools.view.rollouts import BAD, GOOD, NOT_CHOSEN, choose_style, coloured, legend
@@ -79,6 +80,18 @@ def folder(tmp_path) -> Path:
 def output(capsys, *flags) -> str:
     rollouts_command([str(flag) for flag in flags])
     return capsys.readouterr().out
+
+
+def test_relative_paths_of_a_run_are_found_from_every_folder(folder, tmp_path, monkeypatch):
+    """They refer to the folder in which the run was started."""
+    tree = yaml.safe_load((folder / "config.yaml").read_text()) | {"logger": {"run_dir": "run"}}
+    tree |= {"actor": {"model_name_or_path": "model"}, "ckpt": {"output_dir": "out"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (row,) = read_rows(rollouts.find_steps(folder, "step")[12], [2])
+    assert "".join(rollouts.token_texts(folder, row)) == " it is 4"
+    assert RunRecord(folder).checkpoint_folder == tmp_path / "out" / "checkpoints"
 
 
 def test_plain_text(folder, capsys):

@@ -418,9 +418,9 @@ def test_the_command_names_what_is_wrong(tmp_path, monkeypatch):
         find_runs([tmp_path / "empty"])
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("cluster", flag="--port"):
         bind(taken.getsockname()[1])
-    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "duckdb" else 1)
-    with refused("missing-package", value="duckdb"):
-        flags.check_packages()
+    with refused("invalid-value", flag="--port") as told:
+        flags.view_parser().parse_args(["run", "--port", "99999"])
+    assert "'99999' is not a whole number of at least 0 and at most 65535" in str(told.value)
 
 
 def test_notebooks_get_tables(tmp_path):
