@@ -218,16 +218,17 @@ def test_a_folder_that_cannot_be_written_is_an_error_where_somebody_named_it(tmp
 def test_other_code_that_makes_tokens_has_another_version(tmp_path, monkeypatch):
     source = Path(cache.__file__).parent
     shutil.copytree(source, tmp_path / "data")
-    shutil.copy(source.parent / "types.py", tmp_path)
+    for name in ("text.py", "types.py"):
+        shutil.copy(source.parent / name, tmp_path)
     version = lambda: cache._versions.__wrapped__()["code"]  # not the one of an earlier call
     monkeypatch.setattr(cache, "__file__", f"{tmp_path}/data/cache.py")
     found = [version()]
-    for file in ("data/sft.py", "types.py"):
+    for file in ("data/sft.py", "text.py", "types.py"):
         with (tmp_path / file).open("a") as code:
             code.write("# changed\n")
         found.append(version())
     monkeypatch.undo()
-    assert version() == found[0] and len(set(found)) == 3
+    assert version() == found[0] and len(set(found)) == 4
 
 
 def test_the_first_process_of_a_machine_starts_first(tmp_path, monkeypatch):

@@ -127,8 +127,8 @@ def test_the_signs_of_equal_halves_are_numbers() -> None:
 
 
 def test_the_demo_prints_its_commands_as_a_shell_reads_them(tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "a b"
-    words = demo._words(folder, "sft", f"--data.dataset {folder / 'rows.jsonl'} --train.seed 1")
-    assert words == ["--data.dataset", str(folder / "rows.jsonl"), "--train.seed", "1"]
+    rows = tmp_path / "a b" / "rows.jsonl"
+    words = demo._words("sft", "--data.dataset", rows, "--train.seed 1")
+    assert words == ["--data.dataset", str(rows), "--train.seed", "1"]
     printed = capsys.readouterr().out.removeprefix("$ ").replace("\\\n", "")
     assert shlex.split(printed) == ["openrlhf", "sft", *words]
