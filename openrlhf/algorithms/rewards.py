@@ -1,4 +1,4 @@
-"""Penalties of the rewards of samples. Both functions map rewards (B,) to rewards (B,)."""
+"""Penalties and clipping of the rewards of samples. All functions map rewards (B,) to rewards (B,)."""
 
 import torch
 from torch import Tensor
@@ -18,3 +18,7 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, *, coef: float) ->
     ProRL, https://arxiv.org/abs/2505.24864"""
     penalised = rewards * coef if coef >= 0 else torch.full_like(rewards, coef)
     return torch.where(truncated, penalised, rewards)
+
+
+def clip(rewards: Tensor, low: float, high: float) -> Tensor:
+    return rewards.clamp(low, high)

@@ -16,7 +16,7 @@ from openrlhf.algorithms.advantages.returns import explained_variance, token_rew
 from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import BLOCK, blockwise, mean, segment_sum, whiten
-from openrlhf.algorithms.rewards import overlong_penalty, stop_properly_penalty
+from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import PENALTIES, AlgoConfig, PPOConfig, RewardConfig
 from openrlhf.types import Batch, Metrics, Trajectory, as_tensor
 
@@ -57,7 +57,7 @@ def compute_advantages(
         sources = {t.sample: t.prompt.source for t in samples}.values()
         is_own = torch.tensor([source == other for other in sources])
         shaped = ESTIMATORS[name]().shape(step).where(is_own, shaped)
-    in_range = shaped.clamp(*reward.clip_range)
+    in_range = clip(shaped, *reward.clip_range)
     clipped = in_range[step.episodes]
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, as_tensor(batch.teacher_log_probs), torch.sub)

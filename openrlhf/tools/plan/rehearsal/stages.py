@@ -296,7 +296,7 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def _deal(config: Any, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    task: Any = SimpleNamespace(config=config, collate=list)
+    task: Any = SimpleNamespace(config=config, row_type=SimpleNamespace(of=list))
     dataset: Any = SimpleNamespace(lengths=lengths)
     place: Any = SimpleNamespace(data=mesh.data, sequence=mesh.sequence, data_rank=0)
     steps = lay_out(task, dataset, batch_size=len(lengths), shuffle=False, mesh=place)
