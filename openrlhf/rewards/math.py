@@ -52,6 +52,17 @@ _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
 a minus, 1e-05."""
 _UNIT = re.compile(rf"{_GAP}((?:[kcm]?[mgl]|s|min|h)(?![a-zA-Z])\}}?(?:\^\{{?\d)?)")
 """A unit behind a number, of which math-verify drops most."""
+_METRIC = r"(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re)|second|minute|hour)s?"
+_FORMULA = (
+    r"percent|plus|minus|times|over|sqrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|alpha|beta|gamma|delta|epsilon"
+    r"|zeta|theta|iota|kappa|lambda|sigma|upsilon|omega|infinity"
+)
+_COUNTED = re.compile(
+    rf"(\\?\$?[-+]?\d[\d,./]*(?:\s+{_SCALE})*)\s+(?!.*\b(?:{_SCALE}|{_METRIC}|{_FORMULA})\b)"
+    r"((?=.*(?:[^\W\d_]{4}|\bper\b|\bmen\b))[^\W\d_]+(?:\s+[^\W\d_]+)*)",
+    re.IGNORECASE,
+)
+"""A number and what it counts, such as 18 dollars, of whose letters math-verify makes a product."""
 _WORDS = re.compile(r"[^\W\d_]{3,}")
 """A word, whose letters math-verify would multiply, in any order."""
 _DATE = re.compile(r"\d+(-\d+)+")
@@ -86,7 +97,7 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     r"""Returns True if two answers are equal: the same text apart from whitespace, or, according to
     math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. Digits may be in groups
     of three, a full stop may follow, and \text{...} around all is dropped. 2 1/2 and 18 million are numbers.
-    5 equals 5 km, and 5 km does not equal 5 m.
+    5 equals 5 km and 5 dollars, and 5 km does not equal 5 m.
     Words, dates and scores such as 3-1 are compared as text, in upper or lower case. A missing prediction is
     wrong.
 
@@ -101,7 +112,17 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     is_word = _WORDS.fullmatch(given) and _WORDS.fullmatch(right) and not (given + right).isupper()
     if given == right or is_word or _DATE.fullmatch(right):
         return given.casefold() == right.casefold()
+    prediction, truth = _same_counted(prediction, truth)
     return _equal(f"\\boxed{{{truth}}}", f"\\boxed{{{prediction}}}")
+
+
+def _same_counted(answer: str, truth: str) -> tuple[str, str]:
+    """Returns two numbers without what they count, unless that differs; other answers as they are."""
+    parts = [found.groups() if (found := _COUNTED.fullmatch(text)) else (text, "") for text in (answer, truth)]
+    (number, noun), (known, of_truth) = parts
+    are_numbers = all(_NUMBER.fullmatch(text) or found for text, found in parts)
+    is_same = not (noun and of_truth) or noun.lower().rstrip("s") == of_truth.lower().rstrip("s")
+    return (number, known) if are_numbers and is_same else (answer, truth)
 
 
 def _plain(answer: str) -> str:
@@ -140,6 +161,7 @@ def grade_response(response: str, label: str | float) -> bool:
     ends = re.search(rf"(?<!\w)(?<!\d[-:.]){re.escape(truth)}\W*$", response, re.IGNORECASE)
     if not re.search(r"\d", truth) or _DATE.fullmatch(truth) or (ends and _NAME.fullmatch(truth)):
         return bool(ends)
+    _, truth = _same_counted("0", truth)  # 18 of 18 dollars
     return _equal(f"\\boxed{{{truth}}}", response, truth)
 
 
