@@ -58,11 +58,11 @@ _FORMULA = (
     r"|zeta|theta|iota|kappa|lambda|sigma|upsilon|omega|infinity"
 )
 _COUNTED = re.compile(
-    rf"(\\?\$?[-+]?\d[\d,./]*(?:\s+{_SCALE})*)\s+(?!.*\b(?:{_SCALE}|{_METRIC}|{_FORMULA})\b)"
-    r"((?=.*(?:[^\W\d_]{4}|\bper\b|\bmen\b))[^\W\d_]+(?:\s+[^\W\d_]+)*)",
+    rf"(\\?\$?[-+]?\d[\d,./]*(?:\s+{_SCALE})*)(?:\s+(?!.*\b(?:{_SCALE}|{_METRIC}|{_FORMULA})\b)"
+    r"((?=.*(?:[^\W\d_]{4}|\bper\b|\bmen\b))[^\W\d_]+(?:\s+[^\W\d_]+)*))?",
     re.IGNORECASE,
 )
-"""A number and what it counts, such as 18 dollars, of whose letters math-verify makes a product."""
+"""A number and perhaps what it counts, such as 18 dollars, of whose letters math-verify makes a product."""
 _WORDS = re.compile(r"[^\W\d_]{3,}")
 """A word, whose letters math-verify would multiply, in any order."""
 _DATE = re.compile(r"\d+(-\d+)+")
@@ -118,11 +118,9 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
 
 def _same_counted(answer: str, truth: str) -> tuple[str, str]:
     """Returns two numbers without what they count, unless that differs; other answers as they are."""
-    parts = [found.groups() if (found := _COUNTED.fullmatch(text)) else (text, "") for text in (answer, truth)]
-    (number, noun), (known, of_truth) = parts
-    are_numbers = all(_NUMBER.fullmatch(text) or found for text, found in parts)
-    is_same = not (noun and of_truth) or noun.lower().rstrip("s") == of_truth.lower().rstrip("s")
-    return (number, known) if are_numbers and is_same else (answer, truth)
+    given, right = (_COUNTED.fullmatch(text) for text in (answer, truth))
+    nouns = {found[2].lower().rstrip("s") for found in (given, right) if found and found[2]}
+    return (given[1], right[1]) if given and right and len(nouns) < 2 else (answer, truth)
 
 
 def _plain(answer: str) -> str:
