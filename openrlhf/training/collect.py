@@ -373,11 +373,12 @@ def sample_all(
     """Samples prompts, which differ in epoch or number. Returns the groups in the order of `prompts`.
     `timeout`: maximum seconds between two groups; `on_group` gets each group when it has finished."""
     rollout.submit(prompts, purpose)
-    groups: dict[GroupKey, PromptGroup] = {}
-    for _ in prompts:
+    asked, groups = {*map(group_key, prompts)}, dict[GroupKey, PromptGroup]()
+    while len(groups) < len(asked):
         group = rollout.next_group(purpose, timeout)
-        groups[group_key(group.prompt)] = group
-        on_group(group)
+        if (key := group_key(group.prompt)) in asked:  # else a call that timed out has left it
+            groups[key] = group
+            on_group(group)
     return [groups[group_key(prompt)] for prompt in prompts]
 
 

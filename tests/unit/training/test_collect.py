@@ -25,7 +25,7 @@ from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
 from openrlhf.observability.hooks.base import Step
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.training.collect import SAME_REWARD, Collector, StalenessLimit, check_failures
+from openrlhf.training.collect import SAME_REWARD, Collector, StalenessLimit, check_failures, sample_all
 from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None
@@ -111,6 +111,15 @@ def config_of(
         ),
         reward=RewardConfig(max_failed_ratio=max_failed_ratio),
     )
+
+
+def test_what_a_call_that_timed_out_has_left_is_passed_over():
+    world = World(arrival=lambda under_way: under_way - 1 if under_way > 4 else 0)
+    prompts = [Prompt(prompt_id=i, text="?") for i in range(6)]
+    world.submit(prompts[:3], "train")  # and nobody has waited for them
+    seen: list[PromptGroup] = []
+    groups = sample_all(world, prompts[3:], "train", world.config.rollout.timeout, seen.append)
+    assert [group.prompt for group in groups] == prompts[3:] and len(seen) == 3
 
 
 def addresses(trajectories: Sequence[Trajectory]) -> list[Address]:
