@@ -161,7 +161,15 @@ def to_command(command: Command, values: Mapping[str, Any]) -> str:
 
 def _spelled(key: str, value: Any) -> str:
     """Returns a flag and its value, quoted for a shell."""
-    return shlex.join([f"--{key}", *(() if value is True else to_words(value))])
+    return shlex.join(to_arguments(key, () if value is True else to_words(value)))
+
+
+def to_arguments(key: str, words: Words) -> list[str]:
+    """Returns the arguments of a command line for a flag. A first word that looks like a flag stands behind
+    an equals sign."""
+    if words and _FLAG.fullmatch(words[0]):
+        return [f"--{key}={words[0]}", *words[1:]]
+    return [f"--{key}", *words]
 
 
 def write(text: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.fields import find_flag, flag_values, to_words
-from openrlhf.config.parse import Invocation, parse
+from openrlhf.config.parse import Invocation, parse, to_arguments
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import loop_problems, ppo_placement_problems
 from openrlhf.config.ppo_command import PPO
@@ -49,7 +49,7 @@ def read_settings(
             raise UsageError(ErrorCode.CONFLICT, f"is the same flag as {name}; leave out one", flag=short)
         if value is None and (flag := find_flag(PPOConfig, name)) and flag.type is str:
             raise UsageError(ErrorCode.INVALID_VALUE, "is None; give a value, or leave it out", flag=short)
-        argv += [f"--{name}", *to_words(tuple(value) if isinstance(value, list) else value)]
+        argv += to_arguments(name, to_words(tuple(value) if isinstance(value, list) else value))
     is_local = placement == "local"
     defaults = (LOCAL if is_local else {}) | (CONSTANT if steps is None else {})
 

@@ -16,6 +16,8 @@ from refusals import refused
 
 import openrlhf as rl
 from openrlhf.agents.base import RewardError
+from openrlhf.config.parse import to_command
+from openrlhf.config.ppo_command import PPO
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.settings import read_settings
 
@@ -498,6 +500,13 @@ def test_a_flag_may_be_none_where_that_is_a_value(model, tmp_path):
     flags = {"actor": model, "rollout.stop": None, "ckpt.path": None, "ckpt.output_dir": tmp_path}
     config = read_settings(None, flags, steps=None, placement="local").config
     assert config.rollout.stop is None and config.ckpt.path is None
+
+
+def test_a_value_may_look_like_a_flag(model):
+    flags = {"actor": model, "rollout.stop": ["--end", "."]}
+    invocation = read_settings(None, flags, steps=None, placement="local")
+    assert invocation.config.rollout.stop == ("--end", ".")
+    assert "--rollout.stop=--end ." in to_command(PPO, {"rollout.stop": ("--end", ".")})
 
 
 def test_no_folder_is_called_like_the_home_of_a_shell(start, tmp_path, monkeypatch):
