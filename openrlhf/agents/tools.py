@@ -70,7 +70,8 @@ def function_tool(function: Callable) -> Tool:
             signature.bind(**given)
         except TypeError as error:  # too many or too few arguments
             raise ToolError(str(error)) from error
-        arguments = {name: _read(types[name], name, value) for name, value in given.items()}
+        hints_of = {name: types.get(name, [*types.values()][-1]) for name in given}  # the last: of **others
+        arguments = {name: _read(hints_of[name], name, value) for name, value in given.items()}
         return await called(partial(function, **arguments))
 
     return Tool(description["function"]["name"], description, call)

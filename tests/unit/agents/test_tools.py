@@ -162,7 +162,11 @@ def test_what_a_reward_may_return() -> None:
 
 def test_arguments_are_what_the_hints_say() -> None:
     def kinds(
-        number: int, pair: tuple[int, int], unit: Literal["m", "s"], names: list[str] | None = None
+        number: int,
+        pair: tuple[int, int],
+        unit: Literal["m", "s"],
+        names: list[str] | None = None,
+        **others: int,
     ) -> str:
         """Says what it was handed.
 
@@ -171,12 +175,13 @@ def test_arguments_are_what_the_hints_say() -> None:
             pair: Two.
             unit: A unit.
             names: Names.
+            others: Others.
         """
-        return repr((number, pair, unit, names))
+        return repr((number, pair, unit, names, others))
 
     tool = function_tool(kinds)
-    asked = '{"number": "3", "pair": [1, 2], "unit": "m"}'
-    assert asyncio.run(tool.call(asked)) == "(3, (1, 2), 'm', None)"
+    asked = '{"number": "3", "pair": [1, 2], "unit": "m", "more": "4"}'
+    assert asyncio.run(tool.call(asked)) == "(3, (1, 2), 'm', None, {'more': 4})"
     with pytest.raises(ToolError, match=r"pair\.1: Input should be a valid integer"):
         asyncio.run(tool.call('{"number": 3, "pair": [1, "x"], "unit": "m"}'))
     with pytest.raises(ToolError, match="unit: Input should be 'm' or 's'"):
