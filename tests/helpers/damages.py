@@ -1,5 +1,6 @@
 """Damages to the files of a checkpoint folder, for tests of what a run resumes from."""
 
+import gc
 import os
 import pickle
 import random
@@ -77,6 +78,7 @@ def as_another_user(call: Callable[[], Any], folder: Path) -> Any:
     Root may read every file, whatever its mode."""
     here, there = os.pipe()
     if not (child := os.fork()):
+        gc.disable()  # the end of a C++ object whose threads are not here would end this process
         try:
             if os.geteuid() == 0:
                 for path in (folder, *folder.rglob("*")):
