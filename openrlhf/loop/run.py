@@ -182,7 +182,7 @@ class Run:
         """True if a checkpoint was loaded."""
         self._may_continue = False
         """True if the loop has asked for a checkpoint."""
-        self._measured: Metrics = {}
+        self._measured: deque[Metrics] = deque()
         """Metrics since the last `log`."""
         self._began = time.monotonic()
         """When the first step began: `log` creates the observer only at its end."""
@@ -458,8 +458,9 @@ class Run:
         self._lanes.check()
         own, samples = read_metrics(wait_for_value(metrics)), _all(wait_for_value(groups))
         self.step += 1
-        step = Step(number=self.step, version=self.version, samples=samples, metrics=self._measured)
-        self._measured = {}
+        step = Step(number=self.step, version=self.version, samples=samples)
+        while self._measured:  # a sync may be under way
+            step.metrics |= self._measured.popleft()
         if samples:
             announce([RolloutMetrics()], Hook.scoring, step)
             announce([self._observer], Hook.trained, step)
@@ -531,12 +532,12 @@ class Run:
         return [replace(group, trajectories=[scored(t) for t in group.trajectories]) for group in groups]
 
     def _sync(self, number: int) -> int:
-        self._measured |= self._rollout.sync(self._roles.policy, self.version + 1).result()
+        self._measured.append(self._rollout.sync(self._roles.policy, self.version + 1).result())
         step = Step(number=number, version=self.version)
         self.version += 1
         self._synced_at, self._is_synced = self.step, True
         announce(self._hooks, Hook.synced, step)
-        self._measured |= step.metrics
+        self._measured.append(step.metrics)
         return self.version
 
     def _change(self) -> None:
@@ -569,7 +570,7 @@ class Run:
         step.batch, metrics = self._assign(step.batch, step.finished, advantages)
         step.metrics |= metrics
         announce(self._hooks, Hook.advantages, step)
-        self._measured |= step.metrics
+        self._measured.append(step.metrics)
         batch = step.batch
         if config.rollout.mask_truncated:
             batch = batch.select(trained_on(step, with_truncated=False))

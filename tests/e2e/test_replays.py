@@ -85,11 +85,11 @@ def test_two_versions_of_the_code(task: TaskFiles, tmp_path: Path, capsys) -> No
     shutil.copytree(package, clone / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "init", "-q", str(clone)], check=True, timeout=60)
     committed(clone, "first")
-    loss = clone / "openrlhf" / "algorithms" / "token_loss.py"
+    loss = clone / "openrlhf" / "training" / "objectives" / "sft.py"
     code = loss.read_text()
     loss.write_text(f"{code}# a comment\n")
     committed(clone, "comment")
-    loss.write_text(code.replace("return -log_probs", "return -log_probs * 1.001"))
+    loss.write_text(code.replace("-scores.log_probs", "-1.001 * scores.log_probs"))
     committed(clone, "loss")
     before = files_of(tmp_path)
     assert bisect_versions(tmp_path / "run", ["HEAD~1", "HEAD"], 5, clone) == 1

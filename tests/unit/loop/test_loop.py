@@ -75,6 +75,33 @@ def test_the_first_step_lasts_from_the_start_of_the_run(start):
     assert json.loads(row)["timing/step_total"] >= spent
 
 
+def test_metrics_of_a_step_are_its_own_while_a_sync_goes_on(start, monkeypatch):
+    run = start()
+    begun, logged, send = Event(), Event(), run._rollout.sync
+
+    class Sent:
+        def __init__(self, policy: object, version: int) -> None:
+            self.pending = send(policy, version)
+
+        def result(self) -> dict:
+            begun.set()
+            assert logged.wait(60)
+            return self.pending.result()
+
+    monkeypatch.setattr(run._rollout, "sync", Sent)
+    for rewards in ([1.0] * 3, [0.0] * 3):
+        groups = run.reward(run.sample(QUESTIONS, n=1), lambda *_, rewards=rewards: rewards)
+        metrics = run.update(run.batch(groups))
+        metrics.result(60)
+        synced = run.sync()
+        assert begun.wait(60)
+        run.log(metrics, groups)
+        logged.set()
+        synced.result(60)
+    rows = (Path(run.config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["rollout/reward_mean"] for row in rows] == [1, 0]
+
+
 def test_a_class_is_a_loss(start):
     class Surrogate(rl.PolicyLoss):
         def __call__(self, row: rl.RowView):
