@@ -15,8 +15,10 @@ import inspect
 import os
 import platform
 import sys
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -289,3 +291,21 @@ def headline(error: BaseException) -> str:
     """Returns the first line of an error, with its type unless the error is one of ours with a code."""
     kind = "" if type(error) in (RunError, UsageError) else f"{type(error).__name__}: "
     return f"{kind}{error}".partition("\n")[0]
+
+
+@contextmanager
+def program_hidden() -> Iterator[None]:
+    """Hides the program of this process inside the block. multiprocessing would run it in each process that
+    it spawns, too: a user's loop without `if __name__ == "__main__"` would begin again there."""
+    with _HIDING:
+        main = vars(sys.modules["__main__"])
+        shown = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        main["__spec__"] = None
+        main.pop("__file__", None)  # as in an interactive session
+        try:
+            yield
+        finally:
+            main.update(shown)
+
+
+_HIDING = threading.Lock()

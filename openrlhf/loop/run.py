@@ -105,10 +105,10 @@ class Origin(NamedTuple):
     """The record that a run keeps of a batch. Its arrays also tell which batch that is: copies with other
     columns share them."""
 
-    actions: Callable[[], np.ndarray | None] = lambda: None
-    """Returns its column `rollout_log_probs`; None once no batch has it."""
-    log_probs: Callable[[], np.ndarray | None] = lambda: None
-    """Returns its column `log_probs`; None without one, and once no batch has it."""
+    actions: "ref[np.ndarray] | None" = None
+    """Its column `rollout_log_probs`."""
+    log_probs: "ref[np.ndarray] | None" = None
+    """Its column `log_probs`; None without one."""
     num_changes: int = 0
     """Number of changes of the policy before."""
     num_sampled: int = 0
@@ -577,7 +577,7 @@ class Run:
         self._origins.append(
             Origin(
                 actions=ref(batch.rollout_log_probs),
-                log_probs=Origin().log_probs if batch.log_probs is None else ref(batch.log_probs),
+                log_probs=None if batch.log_probs is None else ref(batch.log_probs),
                 num_changes=self._num_changes,
                 num_sampled=step.num_samples,
                 num_finished=num_samples(step.finished),
@@ -586,14 +586,14 @@ class Run:
         )
         return batch
 
-    def _origin(self, batch: Batch) -> "Origin":
+    def _origin(self, batch: Batch) -> Origin:
         """Returns the origin of a batch. A batch that the loop has put together itself counts as a part of
         the last one."""
         for origin in reversed(self._origins):
-            if origin.actions() is batch.rollout_log_probs:
+            if origin.actions is not None and origin.actions() is batch.rollout_log_probs:
                 return origin
         last = self._origins[-1] if self._origins else Origin(num_changes=self._num_changes)
-        return last._replace(log_probs=Origin().log_probs, num_sampled=len(batch))
+        return last._replace(log_probs=None, num_sampled=len(batch))
 
     def _assign(self, batch: Batch, finished: Sequence[Trajectory], advantages: Any) -> tuple[Batch, Metrics]:
         if not isinstance(advantages, str | type | None):
@@ -638,7 +638,8 @@ class Run:
             for model in filter(None, (self._roles.critic, policy))
         }
         self._check_ratio(batch, len(schedules[policy]))
-        is_fresh = batch.log_probs is origin.log_probs() and origin.num_changes == self._num_changes
+        known = origin.log_probs and origin.log_probs()
+        is_fresh = batch.log_probs is known and origin.num_changes == self._num_changes
         self._change()
         for model, schedule in schedules.items():
             metrics |= model.update(batch, schedule, self.kl.coef, is_fresh).result().metrics

@@ -30,6 +30,7 @@ from openrlhf.user_file import (
     headline,
     import_place,
     import_problem,
+    program_hidden,
     split,
 )
 
@@ -146,7 +147,7 @@ class RewardProcess:
         self._process = self._context.Process(
             target=_serve, args=(self.reference, self._load, theirs, self._memory)
         )
-        with _program_hidden():
+        with program_hidden():
             self._process.start()
         theirs.close()  # so that reading ends when the process ends
         try:
@@ -181,23 +182,6 @@ class RewardProcess:
             loop.remove_reader(death)
             os.close(death)
             writer.transport.abort()
-
-
-@contextmanager
-def _program_hidden() -> Iterator[None]:
-    """Hides the program of this process, which multiprocessing would run in the new one, too: a user's loop
-    without `if __name__ == "__main__"` would begin again there."""
-    with _STARTING:
-        main = vars(sys.modules["__main__"])
-        shown = {name: main[name] for name in ("__file__", "__spec__") if name in main}
-        main.update(dict.fromkeys(shown))
-        try:
-            yield
-        finally:
-            main.update(shown)
-
-
-_STARTING = threading.Lock()
 
 
 def _message(number: int, content: Any) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from openrlhf.backends.rollout import EngineOptions, engine_class
+from openrlhf.user_file import program_hidden
 
 ResultT = TypeVar("ResultT")
 
@@ -37,7 +38,8 @@ class LocalEngine:
         if options.on_gpu:
             left, total = torch.cuda.mem_get_info()
             free = left / total
-        self.call(self.engine.start(free))
+        with program_hidden():  # from the processes that vLLM spawns on a GPU
+            self.call(self.engine.start(free))
 
     def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Runs a coroutine of the engine and returns its result. Raises TimeoutError after `TIMEOUT`."""

@@ -137,10 +137,12 @@ def log_prob_metrics(batch: Batch, estimator: str, kl: Tensor | None = None) -> 
     log_probs = torch.from_numpy(batch.log_probs)
     rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), as_tensor(batch.staleness)
     counts = torch.from_numpy(batch.num_actions)
-    metrics: Metrics = {}
-    if (sampled := ~rollout_log_probs.isnan()).any():  # False: an answer of `Run.given`
-        ages, counts = None if staleness is None else staleness[sampled], segment_sum(sampled.long(), counts)
-        metrics = mismatch_metrics(log_probs[sampled], rollout_log_probs[sampled], ages, counts)
+    sampled, own = ~rollout_log_probs.isnan(), log_probs
+    if not sampled.all():  # some are answers of `Run.given`
+        own, rollout_log_probs = log_probs[sampled], rollout_log_probs[sampled]
+        staleness = None if staleness is None else staleness[sampled]
+        counts = segment_sum(sampled.long(), counts)
+    metrics = mismatch_metrics(own, rollout_log_probs, staleness, counts) if len(own) else {}
     if batch.ref_log_probs is not None:
         ref_log_probs = torch.from_numpy(batch.ref_log_probs)
         if kl is None:

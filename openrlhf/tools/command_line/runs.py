@@ -1,12 +1,16 @@
 """Finds the run folders that the paths on a command line name, and the files that a run's flags name."""
 
+import platform
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+from openrlhf.api import LOCK_FILE as LOCK
 from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, notify
 
-COPIED = 60.0
-"""Seconds by which the times of files that were copied with a run folder may be out of order."""
+_OWNER = re.compile(r"process (\d+) on (\S+), since (\S+ \S+) UTC")
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -33,8 +37,35 @@ def find_run(path: Path) -> Path:
     return newest
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process of a run's last start, which the lock names."""
+
+    pid: int
+    host: str
+    since: datetime
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == platform.node()
+
+
 class PlacedRun(RunIndex):
     """A run whose relative paths are found from every folder."""
+
+    @property
+    def owner(self) -> Owner | None:
+        """Process that started the run; None if there is no lock file."""
+        if (match := _OWNER.match(self.read(LOCK))) is None:
+            return None
+        since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+        return Owner(int(match[1]), match[2], since)
+
+    def wrote_last(self, name: str) -> bool:
+        """Returns True if the last start of the run wrote this file; True too for an earlier start if there
+        is no lock file."""
+        path, owner = self.path / name, self.owner
+        return path.exists() and (owner is None or path.stat().st_mtime >= owner.since.timestamp())
 
     @property
     def working_directory(self) -> Path:
@@ -56,13 +87,6 @@ class PlacedRun(RunIndex):
         """Returns the file or folder that a flag of the run names, or else the name, which may be a hub's."""
         path = self.working_directory / name
         return str(path) if name and path.exists() else name
-
-
-def wrote_last(run: RunFolder, name: str) -> bool:
-    """Returns True if the run wrote this file after its last step: it is not of an earlier start."""
-    path, metrics = run.path / name, run.metrics_path
-    step = metrics.stat().st_mtime if metrics.exists() else 0.0
-    return path.exists() and path.stat().st_mtime > step - COPIED
 
 
 def _last_change(run: Path) -> float:

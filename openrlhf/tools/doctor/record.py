@@ -2,10 +2,10 @@
 process. A finding is a cause with its evidence and its remedy."""
 
 import math
-import platform
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, date, datetime
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from openrlhf.api import LOCK_FILE as LOCK
 from openrlhf.tools.command_line.runs import PlacedRun
 from openrlhf.tools.view.metrics import metrics_of
 
@@ -21,7 +20,6 @@ FEWEST = 8
 """Number of steps below which a series has no trend."""
 START_SLACK = 5.0
 """Seconds by which the times of a lock and of the start of its process may differ."""
-_OWNER = re.compile(r"process (\d+) on (\S+), since (\S+ \S+) UTC")
 
 
 CERTAIN, LIKELY = 0.9, 0.6
@@ -98,29 +96,8 @@ class Series:
         return f"{self.name} {self.start:.3g} -> {self.end:.3g} (steps {self.steps[0]} to {self.steps[-1]})"
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The process that a lock names."""
-
-    pid: int
-    host: str
-    since: datetime
-
-    @property
-    def is_here(self) -> bool:
-        return self.host == platform.node()
-
-
 class RunRecord(PlacedRun):
     """A run with the courses of its metrics and its process."""
-
-    @cached_property
-    def owner(self) -> Owner | None:
-        """Process that started the run; None if there is no lock file."""
-        if (match := _OWNER.match(self.read(LOCK))) is None:
-            return None
-        since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
-        return Owner(int(match[1]), match[2], since)
 
     def series(self, name: str) -> Series:
         finite = [(row["step"], row[name]) for row in self.numbers if name in row]
@@ -160,10 +137,12 @@ class RunRecord(PlacedRun):
         """The run's process; None if it has ended, is on another machine, or its number now belongs to
         another process."""
         owner = self.owner
-        if owner is None or not owner.is_here or not psutil.pid_exists(owner.pid):
+        if owner is None or not owner.is_here:
             return None
-        found = psutil.Process(owner.pid)
-        return found if found.create_time() <= owner.since.timestamp() + START_SLACK else None
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            found = psutil.Process(owner.pid)
+            return found if found.create_time() <= owner.since.timestamp() + START_SLACK else None
+        return None
 
     @property
     def limits(self) -> tuple[float, int]:

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from openrlhf.tools.command_line.runs import wrote_last
 from openrlhf.tools.doctor.record import Finding, RunRecord
 
 STACKS = "stacks.txt"
@@ -187,12 +186,12 @@ def stall_findings(run: RunRecord) -> Iterator[Finding]:
     path = run.path / STACKS
     if run.process is not None:
         yield from _living(run)
-    elif wrote_last(run, STACKS):
+    elif run.wrote_last(STACKS):
         stacks = read_stacks(path)
         when = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         head = f"{STACKS} of {when:%Y-%m-%d %H:%M:%S} UTC, after step {run.last_step}"
         yield _stall("the run ended because a process made no progress", 0.9, head, stacks)
-    elif run.owner is not None and run.owner.is_here and not wrote_last(run, "report.html"):
+    elif run.owner is not None and run.owner.is_here and not run.wrote_last("report.html"):
         yield _killed(run)
 
 
@@ -200,9 +199,8 @@ def _living(run: RunRecord) -> Iterator[Finding]:
     metrics = run.metrics_path
     assert run.owner is not None
     assert run.process is not None
-    began = (
-        run.owner.since.timestamp()
-    )  # a resumed run has metrics of an earlier start until it has its models
+    # a resumed run has metrics of an earlier start until it has its models
+    began = run.owner.since.timestamp()
     since = max(began, metrics.stat().st_mtime) if metrics.exists() else began
     seconds = run.series("timing/step_total").values
     usual = float(np.median(seconds)) if len(seconds) else 0.0

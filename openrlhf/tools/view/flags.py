@@ -16,7 +16,7 @@ def rollouts_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf rollouts", description=rollouts.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN)
     parser.add_argument("--step", type=whole(0), metavar="N", help="RL step (default: the last)")
-    parser.add_argument("--prompt", type=whole(0), metavar="ID", help="only samples of this prompt_id")
+    parser.add_argument("--prompt", type=int, metavar="ID", help="only samples of this prompt_id")
     parser.add_argument("--failed", action="store_true", help="only samples without a reward")
     parser.add_argument(
         "--sort", choices=ORDERS, help="print the largest first (default: in the order of sampling)"

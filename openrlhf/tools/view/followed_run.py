@@ -15,7 +15,7 @@ from openrlhf.api import (
     unwaiting,
 )
 from openrlhf.api import LOCK_FILE as LOCK
-from openrlhf.tools.command_line.runs import wrote_last
+from openrlhf.tools.command_line.runs import PlacedRun
 from openrlhf.tools.view.metrics import Metrics, Tail, integer
 
 STEPS_KEPT = 2000
@@ -37,7 +37,7 @@ class FollowedRun:
     """The state of a run, which `refresh` updates from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = RunIndex(folder)
+        self.folder = PlacedRun(folder)
         self.steps: dict[int, dict[str, float]] = {}
         """Step -> metrics, of the newest steps and of those with the seconds of a start."""
         self.warnings: list[tuple[int, str]] = []
@@ -162,7 +162,7 @@ class FollowedRun:
             case None:
                 self.state = "unknown"
             case False:
-                self.state = "ended" if wrote_last(self.folder, "report.html") else "died"
+                self.state = "ended" if self.folder.wrote_last("report.html") else "died"
 
 
 def is_locked(folder: Path) -> bool | None:

@@ -421,6 +421,8 @@ def test_the_command_names_what_is_wrong(tmp_path, monkeypatch):
     with refused("invalid-value", flag="--port") as told:
         flags.view_parser().parse_args(["run", "--port", "99999"])
     assert "'99999' is not a whole number of at least 0 and at most 65535" in str(told.value)
+    of_a_text = flags.rollouts_parser().parse_args(["run", "--prompt", "-3"])  # as loops number texts
+    assert of_a_text.prompt == -3
 
 
 def test_notebooks_get_tables(tmp_path):
