@@ -58,6 +58,7 @@ def test_demo() -> None:
     assert re.search(r"^\| tokens per answer \| \d+ \| \d+ \|$", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.slow
 def test_checkpoint() -> None:
     command = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--mb", "16", "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -65,6 +66,7 @@ def test_checkpoint() -> None:
     assert re.search(r"^hashed +\d", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.slow
 def test_balance() -> None:
     command = [sys.executable, str(BENCHMARKS / "balance.py"), "--largest", "128", "--seeds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -72,6 +74,7 @@ def test_balance() -> None:
     assert "| 128 | 8 | bimodal | 1.0" in done.stdout
 
 
+@pytest.mark.slow
 def test_prefixes() -> None:
     sizes = "--hidden 64 --layers 1 --rounds 1 --shapes demo nothing"
     command = [sys.executable, str(BENCHMARKS / "prefixes.py"), *sizes.split()]

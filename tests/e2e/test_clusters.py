@@ -169,6 +169,7 @@ def submitted(machine: Machine, command: str) -> tuple[int, str]:
     return done
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
     """The cluster has a token, which the second run finds by itself. The first run is a submitted job."""
     assert machine.run("ray get-auth-token --generate")[0] == 0

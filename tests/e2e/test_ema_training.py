@@ -84,7 +84,8 @@ def check_close(found: Weights, expected: Weights, case: dict) -> None:
         )
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES, MORE])
 def test_the_average_is_exported_and_kept(task, run_worker, tmp_path, samples, expected, cases):
     torch.save([(s.token_ids, s.action_mask) for s in samples], tmp_path / "samples.pt")
     run = partial(

@@ -55,6 +55,7 @@ def faulty_run(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str])
     return out, *kit(out, "--rehearse", *FAULTY, **faulty), time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_no_stage_ends_the_kit(faulty_run) -> None:
     out, done, stages, seconds = faulty_run
     assert seconds < 200
@@ -83,6 +84,7 @@ def test_no_stage_ends_the_kit(faulty_run) -> None:
     assert all(f"| `{name}` | {stages[name]['outcome']} |" in page for name in FAULTY)
 
 
+@pytest.mark.slow
 def test_output_and_stacks_of_what_was_stopped_are_kept(faulty_run) -> None:
     out, *_ = faulty_run
     stacks = (out / "stacks.txt").read_text()

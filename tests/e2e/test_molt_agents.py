@@ -55,8 +55,9 @@ class AgentRunner(ChatAgentRunner):
 STEPS = 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("running_ray")
-@pytest.mark.parametrize("source", [ENV, pytest.param(CHAT, marks=pytest.mark.slow)], ids=["env", "chat"])
+@pytest.mark.parametrize("source", [ENV, CHAT], ids=["env", "chat"])
 def test_an_agent_file_of_molt_trains(openrlhf, task: TaskFiles, tmp_path: Path, source: str) -> None:
     """The reward of an episode is an eighth of the digits that were sampled in both turns. All samples of a
     step are one optimizer step. The checkpoint is then evaluated alone."""

@@ -46,9 +46,8 @@ def refused(case: dict[str, Any], *, sleep: bool) -> bool:
     return any(problem.key.startswith("ds.") and problem.fatal for problem in ppo_problems(config, {}))
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bf16", pytest.param("fp16", marks=slow), pytest.param("fp32", marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_optimizer_of_each_configuration(task: TaskFiles, run_worker: Callable, dtype: str) -> None:
     """No configuration needs a compiler; one that does not exist, or whose state cannot be offloaded, is
     refused before anything starts."""

@@ -134,7 +134,8 @@ def of_engine(bundles: Bundles, index: int, size: int) -> list[tuple[str, str]]:
     return [(node, gpu) for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",")]
 
 
-@pytest.mark.parametrize("size", [6, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [6, 2])
 def test_an_engine_has_the_gpus_of_its_neighbours_in_order(size: int) -> None:
     """Ray's sort mixes up more than 16 bundles of one size: by its bundle numbers engines would be torn
     apart."""

@@ -56,7 +56,9 @@ def reference(task: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, sft(task, folder, "forked", LAYOUTS["forked"])
 
 
-@pytest.mark.parametrize("launcher", ["console", "torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher", ["console", pytest.param("torchrun", marks=pytest.mark.slow), "deepspeed"]
+)
 def test_launchers_and_layouts_agree(task, tmp_path, reference, launcher):
     folder, expected = reference
     metrics = sft(task, tmp_path, launcher, LAYOUTS[launcher])

@@ -33,7 +33,8 @@ def p_value(counts: Sequence[int], probabilities: Sequence[float]) -> float:
     return torch.special.gammaincc(*half).item()
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_samples_of_speculative_decoding_follow_the_model(task, run_worker, cpu_engines, monkeypatch, method):
     """Compares first tokens and lengths of 2000 answers with the probabilities that the model itself has."""
     for name, value in engine_environment(options_of(str(task.model))).items():

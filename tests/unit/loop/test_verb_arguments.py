@@ -530,11 +530,12 @@ def test_no_folder_is_called_like_the_home_of_a_shell(start, tmp_path, monkeypat
 def test_a_program_without_with_is_finished_and_told_its_errors(model, tmp_path):
     program = tmp_path / "loop.py"
     program.write_text(
+        "import time\n"
         "import openrlhf as rl\n"
         f"run = rl.Run(actor={str(model)!r}, **{{'ckpt.output_dir': {str(tmp_path / 'out')!r}}})\n"
         "run.log({'loss': 1.0})\n"
         "wrong = run.reward(run.sample(['Sam'], n=1), lambda queries, prompts, labels: 1 / 0)\n"
-        "while not wrong.done(): pass\n"
+        "while not wrong.done(): time.sleep(0.05)\n"
     )
     made = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300)
     assert "run.close() was never called" in made.stderr, (made.returncode, made.stdout, made.stderr)
