@@ -71,7 +71,7 @@ def _rows() -> Iterator[Row]:
         yield Row(model="tiny", task_name="words", method_name=method, steps=8, quick=quick)
     for method in ("grpo", "rloo", "ppo", "dpo", "best_of_n", "trl_grpo"):
         yield Row(model="tiny", task_name="sums", method_name=method, steps=12)
-    for task, method in product(("countdown", "guess"), ("grpo", "rloo", "ppo")):
+    for task, method in product(("countdown", "spelling", "guess"), ("grpo", "rloo", "ppo")):
         yield Row(model="tiny", task_name=task, method_name=method, steps=12)
     for method in ("grpo", "dpo", "best_of_n", "trl_grpo"):
         yield Row(model="smollm2", task_name="chain_sum", method_name=method, **PRETRAINED)

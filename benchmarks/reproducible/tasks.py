@@ -147,6 +147,24 @@ def demonstrate_search(row: Row, rng: random.Random) -> Iterable[Row]:
     yield answer(row, *search(row["input"]), rng)
 
 
+def spelling(seed: int) -> Iterator[Row]:
+    """Problems of spell_backward with letters apart, because the tiny model's tokens are parts of words."""
+    for row in gym("spell_backward?min_word_len=3&max_word_len=4", seed):
+        word = row["input"].rpartition(": ")[2].lower()
+        yield {"input": f"Spell {'-'.join(word)} backward.", "label": "-".join(reversed(word))}
+
+
+def spelling_reward(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+    """Returns 1 for a boxed word that is the label, else 0."""
+    return [float(boxed_answer(query) == label) for query, label in zip(queries, labels, strict=True)]
+
+
+def demonstrate_spelling(row: Row, rng: random.Random) -> Iterable[Row]:
+    letters = row["label"].split("-")[::-1]
+    steps = ["-".join(reversed(letters[: i + 1])) for i in range(len(letters))]
+    yield answer(row, steps, row["label"], rng)
+
+
 TASKS = {
     "words": Task(
         about="the demo's word problems: two to four small sums told as a story",
@@ -170,6 +188,14 @@ TASKS = {
         max_new_tokens=96,
         max_len=160,
         demonstrate=demonstrate_search,
+    ),
+    "spelling": Task(
+        about="reasoning-gym's spell_backward: words of three or four letters, set apart by hyphens",
+        problems=spelling,
+        reward=spelling_reward,
+        max_new_tokens=48,
+        max_len=128,
+        demonstrate=demonstrate_spelling,
     ),
     "guess": Task(
         about=f"a game: finding a number from 1 to {guess.Game.highest} by {guess.Game.max_tries} guesses",

@@ -362,8 +362,7 @@ class RolloutConfig:
     may take any time."""
     stop: tuple[str, ...] | None = None
     """Stop strings, in training and evaluation: a response ends with the token that completes one. A single
-    word on the command line is split at its commas; YAML takes any text. None: only stop tokens end a
-    response."""
+    word is split at its commas, unless it is in a list in YAML. None: only stop tokens end a response."""
     episode_timeout: Free[Positive | None] = None
     """Seconds that an episode may take, its reward included, before it counts as failed. None: no limit."""
     max_concurrent_episodes: Free[Count | None] = None

@@ -184,7 +184,8 @@ class RowsOnDisk:
 
     def __getitem__(self, i: int) -> Row:
         start, end = self.borders[i : i + 2].tolist()
-        return self.parse(os.pread(_opened(self.file, self.version).fileno(), end - start, start))
+        file = _opened(self.file, self.version)  # held: another thread may push it out of the cache
+        return self.parse(os.pread(file.fileno(), end - start, start))
 
 
 def _version(path: Path) -> Version:

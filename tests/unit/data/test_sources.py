@@ -14,7 +14,7 @@ import pytest
 from refusals import refused
 
 from openrlhf.config.checks import split_spec
-from openrlhf.data import outline
+from openrlhf.data import files, outline
 from openrlhf.data.bad_rows import read_each, read_value
 from openrlhf.data.files import REMEDY
 from openrlhf.data.outline import count_rows, first_row
@@ -576,6 +576,13 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
         assert [row["input"] for row in load(tmp_path)] == [str(i) for i in range(200)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_that_another_thread_pushes_out_of_the_cache_is_read_to_its_end(tmp_path, monkeypatch):
+    read = os.pread
+    rows = load(write_lines(tmp_path / "a.jsonl", ROWS))
+    monkeypatch.setattr(os, "pread", lambda *place: files._opened.cache_clear() or read(*place))
+    assert list(rows) == ROWS
 
 
 def test_a_file_that_changes_under_the_rows_is_reported(tmp_path):
