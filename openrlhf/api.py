@@ -164,10 +164,10 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.observability.lock import LOCK as LOCK_FILE
     from openrlhf.observability.metric_names import headlines
     from openrlhf.observability.observer import Observer
-    from openrlhf.observability.progress import (
-        KEY_METRICS, Phase, Progress, checking, clean_text, format_duration, format_number, is_evaluation,
-        pass_name, shorten, tracked, waiting,
-    )
+    from openrlhf.observability.progress import KEY_METRICS, Progress, is_evaluation, pass_name
+    from openrlhf.observability.phases import Phase
+    from openrlhf.observability.waits import checking, tracked, waiting
+    from openrlhf.observability.formats import clean_text, format_duration, format_number, shorten
     from openrlhf.observability.run_folder import (
         JOURNAL_FILE, RunFolder, environment as run_environment, find_secrets,
         read_label, reading as reading_run, redact, to_json,

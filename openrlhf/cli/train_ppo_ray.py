@@ -14,8 +14,8 @@ from openrlhf.errors import catch_signals, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.loop.machines import plan, resolve
 from openrlhf.loop.restarts import RESTARTS, restart_after
-from openrlhf.observability.progress import checking
 from openrlhf.observability.startup import StartClock, process_clock
+from openrlhf.observability.waits import checking
 
 
 def main(argv: Sequence[str] | None = None) -> None:

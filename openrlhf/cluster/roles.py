@@ -27,8 +27,8 @@ from openrlhf.cluster.watchdog import Board, Watchdog
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import counted, notify
-from openrlhf.observability.progress import waiting
 from openrlhf.observability.startup import StartClock
+from openrlhf.observability.waits import waiting
 from openrlhf.types import Metrics
 
 # bounded .result(): watchdog.py ends calls to processes that make no progress; long waits are reported.

@@ -10,7 +10,7 @@ from openrlhf.data.files import MAX_TEXT, REMEDY, BadRow, Row, kind
 from openrlhf.data.row_func import LEFT_OUT, LeftOut
 from openrlhf.data.sources import Rows
 from openrlhf.errors import UsageError
-from openrlhf.observability.progress import tracked
+from openrlhf.observability.waits import tracked
 
 ReadT = TypeVar("ReadT")
 BadRowAction = Literal["error", "skip"]

@@ -27,7 +27,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from openrlhf.errors import ErrorCode, UsageError, is_first_of_machine, notify
 from openrlhf.files import cache_folder, replacing
-from openrlhf.observability.progress import tracked
+from openrlhf.observability.waits import tracked
 from openrlhf.text import Calendar, first_token_ids
 
 if TYPE_CHECKING:  # columns are checked before anything heavy is imported

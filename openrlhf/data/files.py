@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from openrlhf.config.choices import BadRows
 from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.files import writing_to_cache
-from openrlhf.observability.progress import tracked
+from openrlhf.observability.waits import tracked
 
 Row = dict[str, Any]
 ReadT = TypeVar("ReadT")

@@ -31,7 +31,7 @@ from openrlhf.data.files import ENDINGS, File, has_rows
 from openrlhf.data.once import made_once
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.files import cache_folder, write_atomically, writing_to_cache
-from openrlhf.observability.progress import tracked
+from openrlhf.observability.waits import tracked
 
 ResultT = TypeVar("ResultT")
 

@@ -27,7 +27,7 @@ from openrlhf.data.remote import fetched, is_saved_dataset, is_url
 from openrlhf.data.row_func import LeftOut, RowFunction, row_function
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify_once
 from openrlhf.hub import dataset_folder, uses_modelscope
-from openrlhf.observability.progress import tracked
+from openrlhf.observability.waits import tracked
 
 
 class Rows:

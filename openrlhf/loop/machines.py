@@ -13,7 +13,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.hub import choose_hub
 from openrlhf.memory.sizes import ITEM_BYTES
 from openrlhf.nvidia_smi import gpu_bytes
-from openrlhf.observability.progress import checking
+from openrlhf.observability.waits import checking
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from openrlhf.cluster.placement import place
 from openrlhf.cluster.process_exits import explaining_exits
 from openrlhf.cluster.roles import Roles, start_roles
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.observability.progress import waiting
+from openrlhf.observability.waits import waiting
 
 
 class PlacedRoles:

@@ -48,9 +48,9 @@ from openrlhf.loop.rl_checks import check_policy_learns
 from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
-from openrlhf.observability.progress import waiting
 from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.observability.startup import StartClock
+from openrlhf.observability.waits import waiting
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
 from openrlhf.training.publish import publish

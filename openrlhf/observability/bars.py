@@ -8,7 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from openrlhf.observability.progress import Phase, clean_text, format_duration
+from openrlhf.observability.formats import clean_text, format_duration
+from openrlhf.observability.phases import Phase
 
 
 class TerminalBars(Bars):

@@ -10,7 +10,8 @@ from openrlhf.config.sections import LoggerConfig, TrainingConfig, is_due
 from openrlhf.errors import ErrorCode, RunError, print_all_characters
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import attached
-from openrlhf.observability.progress import Phase, Progress, is_evaluation
+from openrlhf.observability.phases import Phase
+from openrlhf.observability.progress import Progress, is_evaluation
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.observability.trackers.background import Trackers

@@ -14,7 +14,7 @@ from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.model_rank import ModelRank
 from openrlhf.data.batches import MiniBatches
 from openrlhf.files import replacing
-from openrlhf.observability.progress import tracked
+from openrlhf.observability.waits import tracked
 
 logger = logging.getLogger(__name__)
 

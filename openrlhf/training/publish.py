@@ -8,7 +8,7 @@ from openrlhf.checkpoint.start import Config
 from openrlhf.config.command import Command
 from openrlhf.errors import ErrorCode, RunError, UsageError, describe, first_line, notify
 from openrlhf.observability.hooks.load import call, find_points
-from openrlhf.observability.progress import waiting
+from openrlhf.observability.waits import waiting
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:

@@ -17,8 +17,8 @@ from openrlhf.config.parse import parse
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import Stopped, catch_signals, counted, short_errors
 from openrlhf.hub import choose_hub
-from openrlhf.observability.progress import checking, waiting
 from openrlhf.observability.startup import StartClock, process_clock
+from openrlhf.observability.waits import checking, waiting
 
 if TYPE_CHECKING:
     from openrlhf.loop.supervised.task import Task

@@ -12,7 +12,7 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.supervised.sft import ResponsesTask
 from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.observability.progress import waiting
+from openrlhf.observability.waits import waiting
 from openrlhf.text import image_layout, patch_counts
 from openrlhf.training.models import load_language_model, load_run_tokenizer
 from openrlhf.training.objectives.kd import DistillationObjective

@@ -20,7 +20,7 @@ from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import check_same_vocabulary, load_tokenizer, model_digest
 from openrlhf.models.lora import disabled_adapters, has_adapters
 from openrlhf.models.policy import PolicyModel
-from openrlhf.observability.progress import waiting
+from openrlhf.observability.waits import waiting
 from openrlhf.training.models import load_language_model, load_run_tokenizer
 from openrlhf.training.objectives.reference import Reference
 from openrlhf.training.precompute import cached_array, values_of_items

@@ -53,8 +53,8 @@ from openrlhf.models.saving import save_ends
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.observer import Observer
-from openrlhf.observability.progress import waiting
 from openrlhf.observability.startup import StartClock
+from openrlhf.observability.waits import waiting
 from openrlhf.text import Calendar
 from openrlhf.training.models import load_run_tokenizer
 from openrlhf.training.objectives.balanced import BalancedObjective

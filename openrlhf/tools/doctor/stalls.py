@@ -53,8 +53,8 @@ class Stack:
 COLLECTIVE = re.compile(
     r"(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|barrier|gather|scatter)\w*"
 )
-_IDLE = ("cluster/watchdog.py", "cluster/watch.py", "observability/progress.py")  # watch.py: older runs
-"""Files of threads that only watch."""
+_IDLE = ("cluster/watchdog.py", "observability/waits.py", "cluster/watch.py", "observability/progress.py")
+"""Files of threads that only watch; the last two are those of older runs."""
 _PLACES = (
     ("rewards/", "computes or awaits rewards"),
     ("agents/", "runs an agent"),
