@@ -31,9 +31,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
 from openrlhf.errors import ErrorCode, UsageError, warn_once
+from openrlhf.models.packing import Packing
 from openrlhf.models.prefixes import Branches
 from openrlhf.models.ring import ring_attention
-from openrlhf.models.sequence_parallel import Packing, RowShard, SequenceParallel
+from openrlhf.models.sequence_parallel import RowShard, SequenceParallel
 from openrlhf.models.varlen import varlen_attention
 from openrlhf.types import not_none
 
@@ -101,6 +102,17 @@ def _why_no_flash() -> str:
     return ""
 
 
+class RowPacking(NamedTuple):
+    """What `PACKED` knows of a row. The model passes it to its attention as the keyword argument
+    `packing`."""
+
+    sequences: Packing
+    shard: RowShard | None = None
+    """This rank's slice; None if it has the whole row."""
+    branches: Branches | None = None
+    """The keys of the queries where the row is a tree of prefixes; None where the keys are the queries."""
+
+
 def packing_kwargs(
     implementation: str,
     lengths: tuple[int, ...],
@@ -115,7 +127,7 @@ def packing_kwargs(
     packing, longest = Packing.of(lengths, device), max(lengths)
     if implementation == PACKED:
         shard = None if sharing is None else RowShard.of(sharing, lengths, device)
-        return {"packing": packing._replace(shard=shard, branches=branches)}
+        return {"packing": RowPacking(packing, shard, branches)}
     return {
         "cu_seq_lens_q": packing.cumulative,
         "cu_seq_lens_k": packing.cumulative,
@@ -156,7 +168,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    packing: Packing | None = None,
+    packing: RowPacking | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention over a packed row: (1, heads, N, d) -> (1, N, heads, d), with transformers' names of
@@ -206,15 +218,20 @@ def why_no_ring(query: Tensor, value: Tensor, scoring: Scoring) -> str:
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
-def _over_whole_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+def _over_whole_row(
+    query: Tensor, key: Tensor, value: Tensor, packing: RowPacking, scoring: Scoring
+) -> Tensor:
     """Computes `packed_attention` for all tokens of a row, or of the tree of its prefixes."""
-    if packing.branches is None:
-        return _attend(query, key, value, packing, packing, scoring)
-    key, value = map(packing.branches.repeated, (key, value))
-    return _attend(query, key, value, packing, packing.branches.keys, scoring)
+    sequences, branches = packing.sequences, packing.branches
+    if branches is None:
+        return _attend(query, key, value, sequences, sequences, scoring)
+    key, value = map(branches.repeated, (key, value))
+    return _attend(query, key, value, sequences, branches.keys, scoring)
 
 
-def _with_own_heads(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+def _with_own_heads(
+    query: Tensor, key: Tensor, value: Tensor, packing: RowPacking, scoring: Scoring
+) -> Tensor:
     """Computes `packed_attention` for this rank's slice of a row by exchanging heads (DeepSpeed-Ulysses)."""
     sharing = not_none(packing.shard).sharing
     keys = (x.repeat_interleave(sharing.copies(x.shape[1]), dim=1) for x in (key, value))

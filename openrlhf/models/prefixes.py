@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openrlhf.data.prefixes import FEWEST_TOKENS, SMALLEST_FRACTION, Neighbours, some_begin_alike
-from openrlhf.models.sequence_parallel import Packing
+from openrlhf.models.packing import Packing
 from openrlhf.types import Image, PackedRow, not_none
 
 
@@ -62,7 +62,7 @@ class PrefixTree(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """The keys that each query of a tree attends to. `Packing` carries them to the attention layers."""
+    """The keys that each query of a tree attends to. `RowPacking` carries them to the attention layers."""
 
     keys: Packing
     """The packing of the K keys: all tokens of each sequence that has own ones."""

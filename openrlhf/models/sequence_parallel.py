@@ -15,7 +15,7 @@ then the gradient of the loss.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,8 @@ from torch import Tensor
 from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.collectives import differentiable, exchanged, gathered_rows, scattered_sum, summed
+from openrlhf.models.packing import Packing
 from openrlhf.types import PackedRow, not_none
-
-if TYPE_CHECKING:
-    from openrlhf.models.prefixes import Branches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,24 +174,6 @@ def cut(lengths: Sequence[int], start: int, end: int) -> Cut:
             until.append(min(border, end) - begin)
             first = min(first, begin)
     return Cut(tuple(inside), tuple(until), slice(first, end))
-
-
-class Packing(NamedTuple):
-    """Boundaries of a row's sequences. The model passes it to its attention as the keyword argument
-    `packing`."""
-
-    lengths: tuple[int, ...]
-    cumulative: Tensor  # (B + 1,) int32, on the row's device
-    shard: "RowShard | None" = None
-    """This rank's slice; None if it has the whole row."""
-    branches: "Branches | None" = None
-    """The keys of the queries where the row is a tree of prefixes; None where the keys are the queries."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        # Summed on the CPU, because copying a list to a GPU would wait for the GPU.
-        cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), cumulative.to(device, non_blocking=True))
 
 
 class Chunk(NamedTuple):

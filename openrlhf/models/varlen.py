@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from openrlhf.models.sequence_parallel import Packing
+from openrlhf.models.packing import Packing
 
 
 def varlen_attention(

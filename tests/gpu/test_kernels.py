@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openrlhf.algorithms.logprobs import linear_log_probs, rows_of_chunk, sum_of_log_probs
-from openrlhf.models.attention import PACKED, Packing, Scoring, _attend, packed_attention, packing_kwargs
+from openrlhf.models.attention import PACKED, Scoring, _attend, packed_attention, packing_kwargs
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.packing import Packing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.ring import FLASH, _add
 from openrlhf.models.self_check import resolve_row_layout

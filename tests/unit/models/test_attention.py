@@ -19,7 +19,7 @@ from torch.nn.attention import varlen
 
 from openrlhf.models import attention
 from openrlhf.models.attention import (
-    Packing,
+    RowPacking,
     Scoring,
     _attend,
     _one_sequence,
@@ -29,6 +29,7 @@ from openrlhf.models.attention import (
     why_no_ring,
 )
 from openrlhf.models.backbone import in_one_pass
+from openrlhf.models.packing import Packing
 from openrlhf.models.sequence_parallel import cut
 from openrlhf.types import PackedRow, Sample
 
@@ -112,7 +113,9 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
     monkeypatch.setattr(varlen, "varlen_attn", checked)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_: True)
     qkv = inputs(size=size, value_size=value_size, dtype=dtype, device="meta", requires_grad=True)
-    output, _ = packed_attention(nn.Module(), *qkv, None, packing=packing("meta"), sliding_window=3)
+    output, _ = packed_attention(
+        nn.Module(), *qkv, None, packing=RowPacking(packing("meta")), sliding_window=3
+    )
     assert (output.shape, output.dtype) == ((1, N, 4, value_size), dtype)
     (output * torch.empty_like(output)).sum().backward()
     for x in qkv:
@@ -160,7 +163,7 @@ def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads,
         monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_, kernel=kernel: kernel)
         torch.manual_seed(0)
         qkv = inputs(4, kv_heads, size, value_size, dtype=torch.float64, requires_grad=True)
-        output, _ = packed_attention(nn.Module(), *qkv, None, packing=packing(), **options)
+        output, _ = packed_attention(nn.Module(), *qkv, None, packing=RowPacking(packing()), **options)
         (output * torch.randn(output.shape, dtype=output.dtype)).sum().backward()
         found.append((output, *(x.grad for x in qkv)))
     for one_by_one, whole in zip(*found, strict=True):
@@ -209,7 +212,9 @@ def test_scores_in_blocks(monkeypatch, options, rows: int) -> None:
         torch.manual_seed(0)
         qkv = inputs(dtype=torch.float64, requires_grad=True)
         sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-        output, _ = packed_attention(nn.Module(), *qkv, None, s_aux=sinks, packing=packing(), **options)
+        output, _ = packed_attention(
+            nn.Module(), *qkv, None, s_aux=sinks, packing=RowPacking(packing()), **options
+        )
         (output * torch.randn(output.shape, dtype=output.dtype)).sum().backward()
         found.append((output, sinks.grad, *(x.grad for x in qkv)))
     for whole, in_blocks in zip(*found, strict=True):
@@ -228,7 +233,7 @@ def test_memory_of_scores_is_linear(monkeypatch, window: int | None) -> None:
         where = Packing((length,), torch.empty(0))
         with Work() as work:
             output, _ = packed_attention(
-                nn.Module(), *qkv, None, softcap=2.0, sliding_window=window, packing=where
+                nn.Module(), *qkv, None, softcap=2.0, sliding_window=window, packing=RowPacking(where)
             )
             output.sum().backward()
         peaks.append(work.peak)
