@@ -124,8 +124,9 @@ if TYPE_CHECKING:  # for tools
         build_trainer as build_rl_trainer, run as run_rl,
     )
     from openrlhf.loop.supervised.command import (
-        checked_task as checked_supervised_task, data_notes as supervised_data_notes, run as run_supervised,
+        checked_task as checked_supervised_task, run as run_supervised,
     )
+    from openrlhf.loop.supervised.data_checks import data_notes as supervised_data_notes
     from openrlhf.loop.supervised.datasets import build_train_set, lay_out
     from openrlhf.loop.supervised.reference import ComparedTask, reference_path
     from openrlhf.loop.supervised.run import SupervisedRun

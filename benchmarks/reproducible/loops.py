@@ -5,8 +5,6 @@ the policy, send its weights to the engine.
 """
 
 import hashlib
-import resource
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,28 +18,12 @@ from dpo_on_policy import dpo, pairs_of  # recipes/
 
 import openrlhf as rl
 from openrlhf.types import PromptGroup, Trajectory
+from reproducible.clock import Clock
 from reproducible.methods import OPTIMIZER_STEPS
 from reproducible.outcome import Outcome, Score, find_goal
 from reproducible.rows import Row
 
 Groups = list[PromptGroup]
-
-
-class Clock:
-    """Minutes and CPU-minutes since it was made."""
-
-    def __init__(self) -> None:
-        self.started = time.monotonic(), cpu_seconds()
-
-    def read(self) -> tuple[float, float]:
-        wall, cpu = self.started
-        return (time.monotonic() - wall) / 60, (cpu_seconds() - cpu) / 60
-
-
-def cpu_seconds() -> float:
-    """Returns the CPU time of this process and of its children that have ended."""
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def run(row: Row, seed: int, start: str, folder: Path) -> Outcome:

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from openrlhf.rewards.values import read_rewards
 from openrlhf.types import not_none
-from reproducible.loops import Clock
+from reproducible.clock import Clock
 from reproducible.methods import METHODS, OPTIMIZER_STEPS
 from reproducible.rows import Row
 from reproducible.tasks import Reward

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Samples, Skip
+from openrlhf.data.store import Samples, Skip, Tokens
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.text import decode, first_token_ids, with_first
 
@@ -43,10 +43,6 @@ class Text:
     def borders(self) -> list[int]:
         """Character positions that no token may span."""
         return [border for span in self.spans for border in span] + [*self.ends]
-
-
-Tokens = tuple[list[int], list[bool]]
-"""(token ids, True where the token is learned), of equal length."""
 
 
 def build_samples(

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow, BadRowAction, ReadT, at_row
 from openrlhf.data.cache import digest
-from openrlhf.data.encode import Tokens
 from openrlhf.data.files import Row
 from openrlhf.data.images import ImageHeader, ImageSources, image_header, image_identity, load_image
 from openrlhf.data.sources import Rows
+from openrlhf.data.store import Tokens
 from openrlhf.data.templates import Message, render_messages
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.hub import model_folder

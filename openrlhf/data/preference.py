@@ -10,7 +10,6 @@ from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_value
 from openrlhf.data.encode import (
     Text,
-    Tokens,
     build_samples,
     finish,
     reason_to_skip,
@@ -20,7 +19,7 @@ from openrlhf.data.files import Row, kind
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.scored import cut_before_end, end_token_id, scored_answer
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Skip, TwoSamples
+from openrlhf.data.store import Skip, Tokens, TwoSamples
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.types import Pair
 

@@ -7,11 +7,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRowAction, read_value
-from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_skip, truncated
+from openrlhf.data.encode import Text, build_samples, finish, reason_to_skip, truncated
 from openrlhf.data.files import Row
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import SampleStore, Skip
+from openrlhf.data.store import SampleStore, Skip, Tokens
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.data.verify_answers import CHECKED, check_learned
 

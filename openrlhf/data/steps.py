@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_value
-from openrlhf.data.encode import Text, Tokens, build_samples, tokenize_text, truncated
+from openrlhf.data.encode import Text, build_samples, tokenize_text, truncated
 from openrlhf.data.files import Row, kind
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Samples, Skip
+from openrlhf.data.store import Samples, Skip, Tokens
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.text import decode
 from openrlhf.types import Steps

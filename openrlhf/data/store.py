@@ -18,6 +18,9 @@ from openrlhf.types import Image, Sample
 
 ItemT = TypeVar("ItemT")
 
+Tokens = tuple[list[int], list[bool]]
+"""(token ids, True where the token is learned), of equal length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Skip:

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_value
-from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_skip
+from openrlhf.data.encode import Text, build_samples, finish, reason_to_skip
 from openrlhf.data.files import Row, kind
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import SampleStore, Skip, TwoSamples
+from openrlhf.data.store import SampleStore, Skip, Tokens, TwoSamples
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import UnpairedExample

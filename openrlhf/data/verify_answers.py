@@ -7,10 +7,11 @@ and looks for the answer as the row has it, so it shares nothing with the markin
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
-from openrlhf.data.encode import Tokens, tokenize_text
+from openrlhf.data.encode import tokenize_text
 from openrlhf.data.files import Row
 from openrlhf.data.messages import is_learned, read_text
 from openrlhf.data.sources import Rows
+from openrlhf.data.store import Tokens
 from openrlhf.errors import ErrorCode, RunError, shortened
 from openrlhf.text import decode
 

@@ -1,10 +1,8 @@
 """Runs a supervised command: its flags, its checks, and then its `SupervisedRun`. Flags and rows are checked
 before transformers is imported."""
 
-import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pkgutil import resolve_name
@@ -15,7 +13,7 @@ from openrlhf.config.checks import check_launcher
 from openrlhf.config.command import Command
 from openrlhf.config.parse import parse
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.errors import Stopped, catch_signals, counted, short_errors
+from openrlhf.errors import Stopped, catch_signals, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.observability.waits import checking, waiting
@@ -81,18 +79,3 @@ def checked_task(load: "TaskLoader", config: SupervisedConfig) -> "Task":
 
     check_models(task)
     return task
-
-
-def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
-    """Yields what a run of `num_samples` samples does otherwise than its flags say."""
-    train, data, evaluation = config.train, config.data, config.eval
-    steps, size = train.total_steps(math.ceil(num_samples / train.batch_size)), train.batch_size
-    if num_samples < size:
-        few = f"all {counted(num_samples, 'sample')}, fewer than --train.batch_size {size}"
-        yield f"every optimizer step has {few}"
-    if train.max_steps and steps < train.max_steps:
-        end = f"with --train.max_epochs {train.max_epochs} the data is used up after step {steps}"
-        yield f"--train.max_steps {train.max_steps} is not reached: {end}"
-    same_split = evaluation.split == data.dataset_split or os.path.isfile(data.dataset)
-    if evaluation.dataset == data.dataset and same_split:
-        yield f"--eval.dataset {evaluation.dataset} is trained on: no held-out scores"

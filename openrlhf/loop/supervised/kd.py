@@ -1,7 +1,6 @@
 """Knowledge distillation."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,15 +9,13 @@ from openrlhf.config.supervised_commands import KD
 from openrlhf.data.image_rows import load_processor
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.supervised.sft import ResponsesTask
+from openrlhf.loop.supervised.task import Parts
 from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
 from openrlhf.observability.waits import waiting
 from openrlhf.text import image_layout, patch_counts
 from openrlhf.training.models import load_language_model, load_run_tokenizer
 from openrlhf.training.objectives.kd import DistillationObjective
-
-if TYPE_CHECKING:
-    from openrlhf.loop.supervised.run import SupervisedRun
 
 TEACHER_FLAG = "--teacher.model_name_or_path"
 
@@ -40,11 +37,11 @@ class DistillationTask(ResponsesTask[KDConfig]):
     def load_model(self, tokenizer: PreTrainedTokenizerBase) -> StudentModel:
         return StudentModel(self.load_causal_lm())
 
-    def objective(self, run: "SupervisedRun[KDConfig]") -> DistillationObjective:
+    def objective(self, parts: Parts) -> DistillationObjective:
         model, path = self.config.model, self.config.teacher.model_name_or_path
         with waiting("loading the teacher", key=path):
             build = lambda: TeacherModel(load_language_model(self.config, path, TEACHER_FLAG))
-            teacher = run.frozen(build, self.config.teacher.offload)
+            teacher = parts.frozen(build, self.config.teacher.offload)
         head = linear_head(teacher.module.model)
         return DistillationObjective(
             teacher=teacher,

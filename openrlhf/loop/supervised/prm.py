@@ -1,21 +1,17 @@
 """Process reward models."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import PRMConfig
 from openrlhf.config.supervised_commands import PRM
 from openrlhf.data.steps import build_steps, reward_token_ids
-from openrlhf.loop.supervised.task import Task
+from openrlhf.loop.supervised.task import Parts, Task
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.training.models import load_run_tokenizer
 from openrlhf.training.objectives.prm import ProcessObjective
 from openrlhf.types import StepsRow
-
-if TYPE_CHECKING:
-    from openrlhf.loop.supervised.run import SupervisedRun
 
 
 class ProcessRewardTask(Task[PRMConfig]):
@@ -34,7 +30,7 @@ class ProcessRewardTask(Task[PRMConfig]):
     def load_model(self, tokenizer: PreTrainedTokenizerBase) -> ProcessRewardModel:
         return ProcessRewardModel(self.load_causal_lm())
 
-    def objective(self, run: "SupervisedRun[PRMConfig]") -> ProcessObjective:
+    def objective(self, parts: Parts) -> ProcessObjective:
         tokens = self.config.data.reward_tokens
-        ids = None if tokens is None else reward_token_ids(run.tokenizer, tokens)
+        ids = None if tokens is None else reward_token_ids(parts.tokenizer, tokens)
         return ProcessObjective(reward_token_ids=ids)

@@ -4,18 +4,18 @@ policy without its adapters, or stored log-probs."""
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from openrlhf.backends.model_rank import FrozenRank
-from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
+from openrlhf.config.supervised import DPOConfig, KTOConfig
 from openrlhf.data.cache import arrays_digest, digest
 from openrlhf.data.store import Samples
 from openrlhf.files import cache_folder
-from openrlhf.loop.supervised.task import Task
+from openrlhf.loop.supervised.task import Parts, Task
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import check_same_vocabulary, load_tokenizer, model_digest
 from openrlhf.models.lora import disabled_adapters, has_adapters
@@ -25,11 +25,6 @@ from openrlhf.training.models import load_language_model, load_run_tokenizer
 from openrlhf.training.objectives.reference import Reference
 from openrlhf.training.precompute import cached_array, values_of_items
 from openrlhf.types import PackedRow
-
-if TYPE_CHECKING:
-    from openrlhf.loop.supervised.run import SupervisedRun
-
-    ComparingRun = SupervisedRun[DPOConfig] | SupervisedRun[KTOConfig]
 
 ConfigT = TypeVar("ConfigT", DPOConfig, KTOConfig)
 
@@ -56,39 +51,41 @@ def reference_path(config: DPOConfig | KTOConfig) -> str:
     return config.ref.model_name_or_path or config.model.model_name_or_path
 
 
-def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> Reference | None:
+def reference_of(config: DPOConfig | KTOConfig, parts: Parts, *, read: Callable) -> Reference | None:
     """Returns a function row -> (A,) log-probs of the reference. With `ref.precompute_enable`, returns None
     and adds the precomputed values `read(model, row)` to the items of the run's datasets."""
-    path = reference_path(run.config)
-    is_policy = path == run.config.model.model_name_or_path
+    path, ref = reference_path(config), config.ref
+    is_policy = path == config.model.model_name_or_path
 
     def load() -> FrozenRank:
         with waiting("loading the reference model", key=path):
-            build = lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG))
-            return run.frozen(build, ref.offload)
+            build = lambda: PolicyModel(load_language_model(config, path, REF_FLAG))
+            return parts.frozen(build, ref.offload)
 
-    if not ref.precompute_enable and is_policy and has_adapters(run.engine.module.model):
-        return without_adapters(run.engine.module)
+    if not ref.precompute_enable and is_policy and has_adapters(parts.engine.module.model):
+        return without_adapters(parts.engine.module)
     if not ref.precompute_enable:
         reference = load()
         return lambda row: reference(row).log_probs
     # Before the first step the policy equals the reference.
-    model = cache(lambda: run.engine if is_policy else load())
+    model = cache(lambda: parts.engine if is_policy else load())
 
     def compute(dataset: Samples) -> np.ndarray:
-        batches = run.lay_out(dataset, batch_size=run.config.train.batch_size, shuffle=False)
-        return values_of_items(model(), batches, read, len(dataset), run.mesh)
+        batches = parts.lay_out(dataset, batch_size=config.train.batch_size, shuffle=False)
+        return values_of_items(model(), batches, read, len(dataset), parts.mesh)
 
-    run.attach_reference(lambda dataset: _cached_log_probs(run, path, dataset, partial(compute, dataset)))
+    parts.attach_reference(
+        lambda dataset: _cached_log_probs(config, path, dataset, partial(compute, dataset))
+    )
     return None
 
 
 def _cached_log_probs(
-    run: "ComparingRun", path: str, dataset: Samples, compute: Callable[[], np.ndarray]
+    config: DPOConfig | KTOConfig, path: str, dataset: Samples, compute: Callable[[], np.ndarray]
 ) -> np.ndarray:
     """Returns reference log-probs (n, 2) from the data cache if it has them for the same model, precision,
     tokens and images. Otherwise computes them."""
-    data, ds = run.config.data, run.config.ds
+    data, ds = config.data, config.ds
     if not data.cache_enable:
         return compute()
     folder = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()

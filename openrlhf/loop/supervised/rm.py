@@ -2,21 +2,18 @@
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import MODEL_FLAG, DPOConfig, RMConfig
 from openrlhf.config.supervised_commands import RM
 from openrlhf.data.preference import build_pairs
-from openrlhf.loop.supervised.task import Task
+from openrlhf.loop.supervised.task import Parts, Task
 from openrlhf.models.scorer import ScoreModel
 from openrlhf.training.models import load_reward_model
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
 from openrlhf.types import PairRow
-
-if TYPE_CHECKING:
-    from openrlhf.loop.supervised.run import SupervisedRun
 
 ConfigT = TypeVar("ConfigT", RMConfig, DPOConfig)
 
@@ -54,15 +51,15 @@ class RewardModelTask(PairTask[RMConfig]):
         path = config.model.model_name_or_path
         return load_reward_model(config, path, MODEL_FLAG, tokenizer=tokenizer, in_4bit=in_4bit)
 
-    def objective(self, run: "SupervisedRun[RMConfig]") -> RewardObjective:
+    def objective(self, parts: Parts) -> RewardObjective:
         return RewardObjective()
 
-    def finish(self, run: "SupervisedRun[RMConfig]") -> None:
+    def finish(self, parts: Parts) -> None:
         """Writes the scores' mean and standard deviation to the model's config.json, for
         --reward.normalize_enable of RL."""
-        num_pairs = math.ceil(STATISTICS_FRACTION * len(run.train_set))
-        pairs = run.whole(run.eval_set) if run.eval_set else run.whole(run.train_set, num_pairs)
-        moments = run.engine.evaluate(pairs, ScoreMoments())
-        config = run.engine.module.model.config
+        num_pairs = math.ceil(STATISTICS_FRACTION * len(parts.train_set))
+        pairs = parts.whole(parts.eval_set) if parts.eval_set else parts.whole(parts.train_set, num_pairs)
+        moments = parts.engine.evaluate(pairs, ScoreMoments())
+        config = parts.engine.module.model.config
         config.mean = moments["mean"]
         config.std = max(moments["square"] - moments["mean"] ** 2, 1e-16) ** 0.5

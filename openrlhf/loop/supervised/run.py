@@ -40,7 +40,7 @@ from openrlhf.device import own_bytes
 from openrlhf.errors import ErrorCode, UsageError, counted, noting_position
 from openrlhf.files import exporting
 from openrlhf.loop.sft import SupervisedTrainer
-from openrlhf.loop.supervised.command import data_notes
+from openrlhf.loop.supervised.data_checks import data_notes
 from openrlhf.loop.supervised.datasets import build_datasets, lay_out
 from openrlhf.loop.supervised.model_checks import reader_of
 from openrlhf.loop.supervised.task import Task

@@ -1,17 +1,14 @@
 """Supervised fine-tuning."""
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from openrlhf.config.supervised import KDConfig, SFTConfig
 from openrlhf.config.supervised_commands import SFT
 from openrlhf.data.sft import build_sft_samples
-from openrlhf.loop.supervised.task import Task
+from openrlhf.loop.supervised.task import Parts, Task
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow
-
-if TYPE_CHECKING:
-    from openrlhf.loop.supervised.run import SupervisedRun
 
 ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 
@@ -36,5 +33,5 @@ class ResponsesTask(Task[ConfigT]):
 class SFTTask(ResponsesTask[SFTConfig]):
     command = SFT
 
-    def objective(self, run: "SupervisedRun[SFTConfig]") -> SFTObjective:
+    def objective(self, parts: Parts) -> SFTObjective:
         return SFTObjective()

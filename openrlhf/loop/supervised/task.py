@@ -5,21 +5,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.backends.base import Objective
+from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.backends.model_rank import FrozenRank, TrainedRank
 from openrlhf.config.command import Command
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
+from openrlhf.data.batches import Dataset, MiniBatches
+from openrlhf.data.store import Samples
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.models import load_language_model
 
-if TYPE_CHECKING:
-    from openrlhf.loop.supervised.run import SupervisedRun
-
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+
+
+class Parts(Protocol):
+    """What a run on one rank gives its task. `SupervisedRun` says what the methods do."""
+
+    engine: TrainedRank
+    mesh: ProcessMesh
+    tokenizer: PreTrainedTokenizerBase
+    train_set: Samples
+    eval_set: Samples | None
+
+    def frozen(self, build_model: Callable[[], RowModel], offload: bool) -> FrozenRank: ...
+
+    def lay_out(self, dataset: Dataset, *, batch_size: int, shuffle: bool) -> MiniBatches: ...
+
+    def whole(self, dataset: Dataset, most: int | None = None) -> list[Any]: ...
+
+    def attach_reference(self, answers: Callable[[Samples], np.ndarray]) -> None: ...
 
 
 class Task(ABC, Generic[ConfigT]):
@@ -61,15 +81,13 @@ class Task(ABC, Generic[ConfigT]):
         return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
 
     @abstractmethod
-    def objective(self, run: "SupervisedRun[ConfigT]") -> Objective:
+    def objective(self, parts: Parts) -> Objective:
         """Builds the objective to minimise."""
 
-    def prepare(
-        self, run: "SupervisedRun[ConfigT]", objective: Objective
-    ) -> Callable[[Sequence[Any]], Objective] | None:
+    def prepare(self, parts: Parts, objective: Objective) -> Callable[[Sequence[Any]], Objective] | None:
         """Returns a function from the rows of an optimizer step to their objective, if the objective needs a
         statistic of the whole batch first. Otherwise returns None."""
         return None
 
-    def finish(self, run: "SupervisedRun[ConfigT]") -> None:
+    def finish(self, parts: Parts) -> None:
         """Runs after the last step, before the model is saved."""

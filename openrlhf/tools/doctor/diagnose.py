@@ -20,7 +20,7 @@ from openrlhf.tools.command_line.installation import facts
 from openrlhf.tools.command_line.runs import find_run
 from openrlhf.tools.command_line.terminal import build_console, say
 from openrlhf.tools.doctor.memory import memory_findings
-from openrlhf.tools.doctor.mismatch import mismatch_findings
+from openrlhf.tools.doctor.mismatch_findings import mismatch_findings
 from openrlhf.tools.doctor.policy import policy_findings, warning_findings
 from openrlhf.tools.doctor.record import Finding, RunRecord
 from openrlhf.tools.doctor.rewards import reward_findings

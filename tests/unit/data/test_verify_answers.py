@@ -9,10 +9,10 @@ import pytest
 from refusals import refused
 
 from openrlhf.data import answers, sft
-from openrlhf.data.encode import Text, Tokens, finish
+from openrlhf.data.encode import Text, finish
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import SampleStore
+from openrlhf.data.store import SampleStore, Tokens
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
