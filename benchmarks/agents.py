@@ -33,7 +33,8 @@ from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
 from openrlhf.backends.vllm.requests import vllm_params
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.models.loading import load_tokenizer, stop_token_ids
+from openrlhf.models.ends import stop_token_ids
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import AgentSetting, UserExecutor
 from openrlhf.tasks.tiny_model import tiny_chat_model

@@ -45,15 +45,7 @@ from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.rollout_metrics import rollout_metrics, source_metrics
 from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.schedule import training_schedule
-from openrlhf.types import (
-    Batch,
-    Nuclei,
-    Prompt,
-    PromptGroup,
-    Trajectory,
-    not_none,
-    runs,
-)
+from openrlhf.types import Batch, Nuclei, Prompt, PromptGroup, Trajectory, not_none, runs
 
 CRITICAL, BESIDE = ("collect", "score", "credit", "update"), ("receive", "metrics", "journal")
 PROMPT_TOKENS, SAMPLES_OF_PROMPT, RANKS = 64, 8, 8

@@ -46,8 +46,8 @@ from openrlhf.models.backbone import get_row_layout, hidden_states
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import shard_matrices
+from openrlhf.rows import LossNorm, PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Sample
 
 MODES: Any = ("allgather", "ring", "ulysses")
 TENSOR: Any = "tensor"

@@ -46,10 +46,10 @@ from openrlhf.models.attention import PACKED
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.sizes import model_size, shape_of
+from openrlhf.rows import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 
 TERMS = ("weights", "gradients", "optimizer", "activations", "all")
 SMALLEST_SHARE = 0.01

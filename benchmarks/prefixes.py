@@ -37,7 +37,7 @@ from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.prefixes import build_tree
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 DTYPE = torch.bfloat16 if DEVICE_TYPE == "cuda" else torch.float32
 CLOCK = time.perf_counter if DEVICE_TYPE == "cuda" else time.process_time

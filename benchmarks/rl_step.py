@@ -384,7 +384,8 @@ async def sampled(setting: Setting, batches: Sequence[list[dict]]) -> tuple[list
 
     from openrlhf.backends.vllm.engine import engine_environment
     from openrlhf.cluster.engine_pool import engine_options
-    from openrlhf.models.loading import load_tokenizer, stop_token_ids
+    from openrlhf.models.ends import stop_token_ids
+    from openrlhf.models.tokenizers import load_tokenizer
     from openrlhf.rollout.seeds import seed_at
 
     config = setting.config
@@ -422,7 +423,7 @@ def trained(setting: Setting, batches: Sequence[Answers]) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     from openrlhf.data.packing import pack_to_budget
-    from openrlhf.types import PackedRow
+    from openrlhf.rows import PackedRow
 
     model = (
         packed(AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32")).to(DEVICE_TYPE).train()

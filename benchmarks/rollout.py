@@ -37,7 +37,8 @@ from openrlhf.cluster.placement import Bundles, place
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.models.loading import load_tokenizer, stop_token_ids
+from openrlhf.models.ends import stop_token_ids
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.word_problem import make_problems

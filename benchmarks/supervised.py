@@ -66,13 +66,14 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel
+from openrlhf.rows import PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow
 from openrlhf.tasks.tiny_model import tiny_model
 from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.training.precompute import values_of_items
-from openrlhf.types import PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow, not_none
+from openrlhf.types import not_none
 
 SIZES = {
     "tiny": {"hidden_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},

@@ -140,12 +140,12 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.mesh import Mesh
     from openrlhf.models.backbone import alone, get_row_layout
     from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
-    from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
-    from openrlhf.models.loading import (
-        DTYPES, GENERATION, OF_FILES, check_loaded, check_model, check_room, check_stops, load_config,
-        load_generator, load_tokenizer, loading as loading_model, find_max_length, model_folder,
-        policy_tokenizer, saved_reader, stop_token_ids, log_stops, missing_embeddings, untie_config,
+    from openrlhf.models.configurations import (
+        DTYPES, check_room, find_max_length, load_config, loading as loading_model,
     )
+    from openrlhf.models.ends import GENERATION, check_stops, log_stops, stop_token_ids
+    from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
+    from openrlhf.models.loading import OF_FILES, check_loaded, check_model, load_generator, untie_config
     from openrlhf.models.lora import ADAPTER, Merge as AdapterMerge, is_classifier, load_statistics
     from openrlhf.models.policy import PolicyModel, TokenScores, get_head, head_options, transformed_logits
     from openrlhf.models.prefixes import build_tree
@@ -156,6 +156,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.models.self_check import resolve_row_layout, transformers_attention
     from openrlhf.models.sizes import learner_size, model_size
+    from openrlhf.models.tokenizers import load_tokenizer, missing_embeddings, policy_tokenizer, saved_reader
     from openrlhf.nvidia_smi import gpu_bytes, gpu_names
     from openrlhf.observability.failures import commonest_failure, headline
     from openrlhf.observability.hooks.load import check_hooks
@@ -204,10 +205,8 @@ if TYPE_CHECKING:  # for tools
         num_batches, num_updates, prompts_of_steps, training_schedule,
     )
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
-    from openrlhf.types import (
-        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, Sample, Schedule, Steps, UnpairedExample, not_none,
-        runs as runs_of_version,
-    )
+    from openrlhf.rows import ExperienceRow, LossNorm, PackedRow, Pair, Sample, Steps, UnpairedExample
+    from openrlhf.types import Metrics, Schedule, not_none, runs as runs_of_version
     from openrlhf.ranges import Range as FlagRange
     from openrlhf.user_file import UserFiles
 # isort: on

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gpukit.stage import Setting
 from openrlhf.models.attention import PACKED
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -35,9 +35,9 @@ from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import ExperienceRow, PackedRow
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import ExperienceRow, PackedRow
 
 FREE = 0.9
 """Fraction of a GPU's memory that a model may be planned to fill: an allocator fragments."""

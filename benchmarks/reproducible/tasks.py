@@ -161,7 +161,7 @@ def spelling_reward(queries: list[str], prompts: list[str], labels: list[str]) -
 
 def demonstrate_spelling(row: Row, rng: random.Random) -> Iterable[Row]:
     letters = row["label"].split("-")[::-1]
-    steps = ["-".join(reversed(letters[: i + 1])) for i in range(len(letters))]
+    steps: list[str] = ["-".join(reversed(letters[: i + 1])) for i in range(len(letters))]
     yield answer(row, steps, row["label"], rng)
 
 

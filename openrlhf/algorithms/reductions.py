@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from openrlhf.types import LossNorm
+    from openrlhf.rows import LossNorm
 
 
 def token_mean(loss: Tensor, norm: LossNorm) -> Tensor:

@@ -12,7 +12,8 @@ from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
 from openrlhf.algorithms.proximal.base import ProximalPolicy
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.registry import Selectable
-from openrlhf.types import LossNorm, Prompt
+from openrlhf.rows import LossNorm
+from openrlhf.types import Prompt
 
 COUNTS = ([2, 0, 3, 1], [0])
 """Numbers of actions of the sequences of two rows. The second row has no action, which can happen on a

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
+from openrlhf.rows import LossNorm
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
 

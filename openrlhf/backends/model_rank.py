@@ -45,7 +45,8 @@ from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.sizes import num_bytes, shape_of
 from openrlhf.models.tensor_parallel import joined, whole, whole_shape
-from openrlhf.types import ExperienceRow, LossNorm, Metrics
+from openrlhf.rows import ExperienceRow, LossNorm
+from openrlhf.types import Metrics
 
 ItemT = TypeVar("ItemT")
 WHOLE = {"merged": merged_weights, "base": base_weights}

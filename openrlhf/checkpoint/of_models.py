@@ -12,7 +12,8 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import nearest
 from openrlhf.memory.sizes import ITEM_BYTES, trained_item
 from openrlhf.memory.training import state_bytes
-from openrlhf.models.loading import GENERATION, model_fingerprint
+from openrlhf.models.configurations import model_fingerprint
+from openrlhf.models.ends import GENERATION
 from openrlhf.models.sizes import learner_size
 from openrlhf.text import Calendar
 

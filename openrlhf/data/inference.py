@@ -20,7 +20,7 @@ from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.data.sources import Rows
 from openrlhf.data.templates import PromptTemplate, as_messages, check_media, read_tools
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.types import Sample
+from openrlhf.rows import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from openrlhf.data.scored import cut_before_end, end_token_id, scored_answer
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Skip, Tokens, TwoSamples
 from openrlhf.data.templates import PromptTemplate
-from openrlhf.types import Pair
+from openrlhf.rows import Pair
 
 SAME_ANSWERS = "both answers are the same"
 SAME_WHEN_CUT = "both answers are the same up to max_len"

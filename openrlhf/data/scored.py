@@ -13,7 +13,7 @@ from openrlhf.data.encode import Text
 from openrlhf.data.messages import is_blank
 from openrlhf.data.templates import Message, Tools, render_messages
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.types import Sample
+from openrlhf.rows import Sample
 
 
 def scored_answer(

@@ -15,8 +15,8 @@ from openrlhf.data.files import Row, kind
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Samples, Skip, Tokens
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.rows import Steps
 from openrlhf.text import decode
-from openrlhf.types import Steps
 
 FAR_STEPS = "no placeholder within max_len"
 

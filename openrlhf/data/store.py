@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.data.growing import GrowingArray
-from openrlhf.types import Image, Sample
+from openrlhf.rows import Sample
+from openrlhf.types import Image
 
 ItemT = TypeVar("ItemT")
 

@@ -14,7 +14,7 @@ from openrlhf.data.sources import Rows
 from openrlhf.data.store import SampleStore, Skip, Tokens, TwoSamples
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.types import UnpairedExample
+from openrlhf.rows import UnpairedExample
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,14 @@ from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.sources import check_columns
 from openrlhf.errors import ErrorCode, UsageError, counted
+from openrlhf.models.configurations import check_room, load_config
 from openrlhf.models.experts import check_experts, check_routers
-from openrlhf.models.loading import check_model, check_room, load_config, policy_processor, policy_tokenizer
+from openrlhf.models.loading import check_model
 from openrlhf.models.router_replay import check_replay
 from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, score_statistics
 from openrlhf.models.tensor_parallel import check_tensor_parallel
+from openrlhf.models.tokenizers import policy_processor, policy_tokenizer
 from openrlhf.observability.hooks.load import check_hooks
 from openrlhf.observability.trackers.load import build_trackers
 from openrlhf.rewards.function import check_reward_file

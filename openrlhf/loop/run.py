@@ -66,7 +66,8 @@ from openrlhf.loop.verb_arguments import (
     read_metrics,
     whole,
 )
-from openrlhf.models.loading import load_config, missing_embeddings, policy_tokenizer
+from openrlhf.models.configurations import load_config
+from openrlhf.models.tokenizers import missing_embeddings, policy_tokenizer
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked

@@ -24,9 +24,10 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batches import MiniBatches
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.observability.observer import Observer
+from openrlhf.rows import LossNorm
 from openrlhf.stopping import Stop, limited
 from openrlhf.training.saving import SavedEngine, Saver
-from openrlhf.types import LossNorm, Metrics
+from openrlhf.types import Metrics
 
 
 @dataclass(kw_only=True)

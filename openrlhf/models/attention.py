@@ -103,8 +103,7 @@ def _why_no_flash() -> str:
 
 
 class RowPacking(NamedTuple):
-    """What `PACKED` knows of a row. The model passes it to its attention as the keyword argument
-    `packing`."""
+    """The row as `PACKED` sees it. The model passes it to its attention as the keyword argument `packing`."""
 
     sequences: Packing
     shard: RowShard | None = None

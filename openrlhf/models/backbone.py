@@ -16,7 +16,8 @@ from openrlhf.models.dropout import is_noisy
 from openrlhf.models.prefixes import Branches, PrefixTree, build_tree
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.vision import ImageReader, positions_of_row, with_blank
-from openrlhf.types import Image, PackedRow, not_none
+from openrlhf.rows import PackedRow
+from openrlhf.types import Image, not_none
 
 if TYPE_CHECKING:
     from openrlhf.models.router_replay import Replay

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, get_backbone, get_row_layout
-from openrlhf.models.loading import has_experts, load_config, without_weights
+from openrlhf.models.configurations import has_experts, load_config, names_beside_model, without_weights
 from openrlhf.models.prefixes import Branches
 from openrlhf.models.vision import freeze
 
@@ -79,12 +78,6 @@ def check_experts(path: str, flag: str, coef_flag: str) -> None:
     if not (is_usual and has_experts(path, flag)):
         text = f"this {config.model_type} has no experts for a balance loss.\nRemove {coef_flag}."
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
-
-
-def names_beside_model(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the names in transformers' file of a language model with this configuration; {} without one."""
-    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return vars(sys.modules[model_type.__module__]) if model_type else {}
 
 
 def freeze_routers(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, checkpoint_tensors, head_name
-from openrlhf.models.loading import without_weights
+from openrlhf.models.configurations import without_weights
 from openrlhf.models.policy import get_head
 from openrlhf.models.tensor_parallel import laid_out_as, whole, whole_shape
 from openrlhf.models.vision import is_frozen

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from openrlhf.algorithms.logprobs import WHOLE, Vocabulary, linear_log_probs, sum_of_log_probs
 from openrlhf.memory.sizes import SOFTCAPS
 from openrlhf.models.backbone import RowModel, action_states
-from openrlhf.types import PackedRow
+from openrlhf.rows import PackedRow
 
 
 class TokenScores(NamedTuple):

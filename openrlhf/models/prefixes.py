@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from openrlhf.data.prefixes import FEWEST_TOKENS, SMALLEST_FRACTION, Neighbours, some_begin_alike
 from openrlhf.models.packing import Packing
-from openrlhf.types import Image, PackedRow, not_none
+from openrlhf.rows import PackedRow
+from openrlhf.types import Image, not_none
 
 
 class PrefixTree(NamedTuple):

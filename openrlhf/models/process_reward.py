@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from openrlhf.algorithms.logprobs import linear_logits
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.policy import get_head, transformed_logits
-from openrlhf.types import PackedRow
+from openrlhf.rows import PackedRow
 
 
 class ProcessRewardModel(RowModel):

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.experts import names_beside_model
+from openrlhf.models.configurations import names_beside_model
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.types import own_choice
 

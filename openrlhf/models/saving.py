@@ -12,7 +12,9 @@ from transformers.utils import cached_file
 
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.files import read_object, write_atomically
-from openrlhf.models.loading import GENERATION, load_config, model_folder
+from openrlhf.hub import model_folder
+from openrlhf.models.configurations import load_config
+from openrlhf.models.ends import GENERATION
 
 
 def save_model(model: PreTrainedModel, folder: str | Path, state: Mapping[str, Tensor]) -> None:

@@ -23,16 +23,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
-from openrlhf.models.loading import (
-    apply_kwargs,
-    check_class,
-    check_loaded,
-    check_model,
-    load_config,
-    load_for_rows,
-    load_unquantized,
-)
-from openrlhf.types import PackedRow
+from openrlhf.models.configurations import apply_kwargs, check_class, load_config, load_unquantized
+from openrlhf.models.loading import check_loaded, check_model, load_for_rows
+from openrlhf.rows import PackedRow
 
 
 class ScoreModel(RowModel):

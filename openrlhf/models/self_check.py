@@ -60,7 +60,8 @@ from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import check_planned, refusal, shard_matrices
 from openrlhf.models.vision import SHAPES
-from openrlhf.types import PackedRow, Sample, not_none, own_choice
+from openrlhf.rows import PackedRow, Sample
+from openrlhf.types import not_none, own_choice
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.collectives import differentiable, exchanged, gathered_rows, scattered_sum, summed
 from openrlhf.models.packing import Packing
-from openrlhf.types import PackedRow, not_none
+from openrlhf.rows import PackedRow
+from openrlhf.types import not_none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

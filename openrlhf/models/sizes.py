@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.supervised import RMConfig
 from openrlhf.memory.sizes import NF4_BYTES, ModelShape, ModelSize
-from openrlhf.models.loading import without_weights
+from openrlhf.models.configurations import without_weights
 from openrlhf.models.tensor_parallel import whole_shape
 from openrlhf.models.vision import freeze_vision
 

@@ -10,7 +10,7 @@ from openrlhf.algorithms.distillation import Divergence, LinearHead, linear_dive
 from openrlhf.algorithms.logprobs import linear_log_probs
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.policy import get_head, head_options
-from openrlhf.types import PackedRow
+from openrlhf.rows import PackedRow
 
 
 class TeacherTargets(NamedTuple):

@@ -32,7 +32,7 @@ from openrlhf.algorithms.logprobs import SharedVocabulary
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.collectives import differentiable, joined, own_part, replicated, summed
-from openrlhf.models.loading import load_config, without_weights
+from openrlhf.models.configurations import load_config, without_weights
 from openrlhf.models.policy import LogProbHead
 
 WRONG_PLANS = {

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from openrlhf.data.image_rows import load_auto_processor
 from openrlhf.data.pictures import decoded, encoded
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.text import image_layout
-from openrlhf.types import Image, PackedRow, Sample
+from openrlhf.types import Image
 
 KEPT_IMAGES = 64
 """Number of images whose patches a process caches."""

@@ -29,7 +29,7 @@ from openrlhf.observability.waits import LINE_EVERY, is_terminal, print_plain, t
 
 if TYPE_CHECKING:
     from openrlhf.observability.bars import TerminalBars
-    from openrlhf.types import Metrics  # its module imports torch
+    from openrlhf.types import Metrics
 
 KEY_METRICS = {
     **{

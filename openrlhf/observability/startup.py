@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from openrlhf.types import Metrics  # its module imports torch
+    from openrlhf.types import Metrics
 
 
 class StartClock:

@@ -14,9 +14,10 @@ from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.messages import join_text
 from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.loading import reads_tokens_like
+from openrlhf.models.tokenizers import reads_tokens_like
+from openrlhf.rows import Sample
 from openrlhf.text import decode
-from openrlhf.types import Outcome, Prompt, Sample, Trajectory, not_none
+from openrlhf.types import Outcome, Prompt, Trajectory, not_none
 
 
 class RewardReader:

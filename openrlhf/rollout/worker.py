@@ -17,8 +17,9 @@ from openrlhf.config.sections import KEY_VARIABLE, LoraConfig
 from openrlhf.config.speculation import parse_speculation
 from openrlhf.data.pictures import decoded
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.models.loading import policy_processor, stop_token_ids
+from openrlhf.models.ends import stop_token_ids
 from openrlhf.models.lora import adapted_layers
+from openrlhf.models.tokenizers import policy_processor
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling

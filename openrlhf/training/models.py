@@ -6,8 +6,10 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import MODEL_FLAG
-from openrlhf.models.loading import apply_kwargs, check_class, load_causal_lm, load_config, load_tokenizer
+from openrlhf.models.configurations import apply_kwargs, check_class, load_config
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.scorer import ScoreModel, load_scorer
+from openrlhf.models.tokenizers import load_tokenizer
 
 
 def load_language_model(config: Any, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:

@@ -26,12 +26,11 @@ from openrlhf.data.sources import Rows, load_rows
 from openrlhf.data.store import SampleStore
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.errors import ErrorCode, UsageError, counted
-from openrlhf.models.loading import (
-    check_room,
+from openrlhf.models.configurations import check_room, load_config
+from openrlhf.models.ends import log_stops
+from openrlhf.models.tokenizers import (
     check_same_vocabulary,
-    load_config,
     load_tokenizer,
-    log_stops,
     missing_embeddings,
     policy_tokenizer,
     reads_tokens_like,

@@ -31,23 +31,25 @@ from openrlhf.faults import fault
 from openrlhf.files import exporting
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel, get_row_layout
+from openrlhf.models.ends import stop_token_ids
 from openrlhf.models.experts import freeze_routers
-from openrlhf.models.loading import policy_tokenizer, saved_reader, stop_token_ids
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import Replay
 from openrlhf.models.saving import save_ends
 from openrlhf.models.scorer import ValueModel
+from openrlhf.models.tokenizers import policy_tokenizer, saved_reader
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.observability.hooks.load import attached
+from openrlhf.rows import ExperienceRow, PackedRow, Sample
 from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.worker import ModelWorker, row_groups
-from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample
+from openrlhf.types import Batch, Metrics
 
 Loss = str | type[PolicyLoss] | GivenGradient | None
 """The loss of a batch: a policy loss by its name or class; a gradient with respect to the log-probs; None:

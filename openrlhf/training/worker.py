@@ -30,18 +30,15 @@ from openrlhf.data.packing import pack_to_budget
 from openrlhf.data.related import identities, rows_of_related
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, get_row_layout
-from openrlhf.models.loading import (
-    find_max_length,
-    load_config,
-    load_tokenizer,
-    policy_tokenizer,
-    stop_token_ids,
-)
+from openrlhf.models.configurations import find_max_length, load_config
+from openrlhf.models.ends import stop_token_ids
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import score_statistics
+from openrlhf.models.tokenizers import load_tokenizer, policy_tokenizer
 from openrlhf.rewards.models import RewardReader
+from openrlhf.rows import PackedRow
 from openrlhf.training.models import load_language_model, load_reward_model
-from openrlhf.types import Batch, PackedRow, Trajectory
+from openrlhf.types import Batch, Trajectory
 
 ModelT = TypeVar("ModelT", TrainedRank, FrozenRank)
 

@@ -40,6 +40,7 @@ from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
 from openrlhf.rollout.executors import UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.rows import ExperienceRow, PackedRow, PairRow, StepsRow, UnpairedRow
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective
@@ -51,7 +52,7 @@ from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.reference import Reference
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import ExperienceRow, Metrics, PackedRow, PairRow, PromptGroup, StepsRow, UnpairedRow
+from openrlhf.types import Metrics, PromptGroup
 
 ResultT = TypeVar("ResultT")
 RowT = TypeVar("RowT", bound=Row)

@@ -348,7 +348,7 @@ def test_more_ranks_than_the_cluster_has():
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Writes a model whose tokenizer has one token more than the policy's."""
-    from openrlhf.models.loading import load_tokenizer
+    from openrlhf.models.tokenizers import load_tokenizer
 
     folder = tiny_chat_model(tmp_path_factory.mktemp("stranger") / "model")
     tokenizer = load_tokenizer(str(folder), flag="--x")

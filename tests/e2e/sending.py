@@ -15,7 +15,7 @@ from openrlhf.completions import SamplingParams
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 
 def options_of(model: str, **more: Any) -> EngineOptions:

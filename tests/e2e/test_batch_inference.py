@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.parse import parse
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.tools.serve import batch_inference, interactive_chat
 

@@ -14,7 +14,7 @@ from openrlhf.backends.vllm.stream import VLLMStream
 from openrlhf.completions import SamplingParams
 from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.tools.serve import interactive_chat
 from openrlhf.tools.serve.flags import chat

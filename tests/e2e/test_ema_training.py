@@ -12,9 +12,9 @@ from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import LossNorm, PackedRow, Sample
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Sample
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22)
 SETTINGS = {"beta": 0.8, "lr": 1e-2, "eps": 1e-3, "alpha": 8, "seed": 7, "num_steps": 2}

@@ -16,8 +16,8 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.rows import LossNorm, PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Sample
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22)
 SCALE = 8 / 4

@@ -28,9 +28,9 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import load_scorer
 from openrlhf.rewards import remote as remote_reward
 from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.serve.server import bind
-from openrlhf.types import PackedRow, Sample
 
 KEY = "a-key-of-the-tests"
 MEAN, STD = 0.25, 0.5

@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.models.scorer import load_scorer
 from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import PackedRow, Sample
 
 COMMON = (
     "--data.max_len 256 --train.batch_size 16 --train.micro_batch_size 16 --train.max_epochs 1 "

@@ -17,8 +17,8 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.ring import FLASH, _add
 from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import Block, cut
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tasks.prepare import prepare
-from openrlhf.types import PackedRow, Sample
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,9 +17,9 @@ from openrlhf.backends.distributed import current_device, init_distributed, leav
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import LossNorm, PackedRow, Sample
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Sample
 
 pytestmark = [
     pytest.mark.gpu,

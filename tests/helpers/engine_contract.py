@@ -15,7 +15,8 @@ from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.backends.weight_sync.stored_weights import fingerprints
 from openrlhf.completions import Completion, SamplingParams
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
-from openrlhf.models.loading import load_causal_lm, load_tokenizer
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.tokenizers import load_tokenizer
 
 PROMPT = [10, 20, 30, 40, 50]
 PASSED = {"max_num_seqs": 7, "scheduling_policy": "priority"}

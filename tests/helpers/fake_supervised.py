@@ -14,7 +14,7 @@ from openrlhf.loop.sft import SupervisedTrainer
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 
 class Numbers:

@@ -5,7 +5,7 @@ import transformers as hf
 from torch import Tensor
 
 from openrlhf.models.backbone import hidden_states
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 TOKENS = 256
 

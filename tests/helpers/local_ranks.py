@@ -39,21 +39,12 @@ from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.loop.rl import PPOTrainer
 from openrlhf.mesh import Mesh
 from openrlhf.observability.hooks.base import Hook, Step
+from openrlhf.rows import ExperienceRow, PackedRow
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.saving import restore
 from openrlhf.training.schedule import prompts_of_steps, training_schedule
-from openrlhf.types import (
-    Batch,
-    ExperienceRow,
-    Metrics,
-    PackedRow,
-    Prompt,
-    PromptGroup,
-    Purpose,
-    Schedule,
-    Trajectory,
-)
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Schedule, Trajectory
 
 NUM_SAMPLES = 2
 """Samples of each prompt."""

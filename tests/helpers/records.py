@@ -10,7 +10,8 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages.base import StepView
 from openrlhf.algorithms.policy_losses.base import RowView
-from openrlhf.types import Batch, LossNorm, Nuclei, Outcome, Prompt, PromptGroup, Sample, Trajectory, runs
+from openrlhf.rows import LossNorm, Sample
+from openrlhf.types import Batch, Nuclei, Outcome, Prompt, PromptGroup, Trajectory, runs
 
 DTYPES = {
     "token_ids": np.int32,

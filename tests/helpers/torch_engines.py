@@ -9,7 +9,7 @@ from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.types import Sample
+from openrlhf.rows import Sample
 
 BETA1 = 0.9
 

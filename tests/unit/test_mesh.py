@@ -21,7 +21,7 @@ from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.data.batches import MiniBatches
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
-from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Sample
+from openrlhf.rows import ExperienceRow, LossNorm, PackedRow, Sample
 
 LENGTHS = (5, 9, 3, 7, 4, 8, 2)
 SIZES = st.integers(1, 4)

@@ -37,8 +37,10 @@ from openrlhf.data.cache import cached
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
-from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, processor_around
+from openrlhf.models.configurations import load_config
+from openrlhf.models.loading import check_model, load_causal_lm
 from openrlhf.models.scorer import check_reward_model
+from openrlhf.models.tokenizers import load_tokenizer, processor_around
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.wandb import read_key
 from openrlhf.tasks.tiny_model import tiny_chat_model

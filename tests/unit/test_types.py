@@ -12,17 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import batch_of, kept_sets, plain, sets_of, trajectory
 
-from openrlhf.types import (
-    _ARRAYS,
-    Batch,
-    ExperienceRow,
-    Image,
-    PackedRow,
-    Prompt,
-    PromptGroup,
-    Trajectory,
-    runs,
-)
+from openrlhf.rows import ExperienceRow, PackedRow
+from openrlhf.types import _ARRAYS, Batch, Image, Prompt, PromptGroup, Trajectory, runs
 
 # ---- runs
 

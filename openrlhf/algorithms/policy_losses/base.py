@@ -11,7 +11,7 @@ from openrlhf.registry import Selectable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from openrlhf.types import LossNorm
+    from openrlhf.rows import LossNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.loading import DTYPES
+from openrlhf.models.configurations import DTYPES
 from openrlhf.models.tensor_parallel import whole
 from openrlhf.types import Metrics
 

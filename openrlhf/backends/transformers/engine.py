@@ -23,7 +23,8 @@ from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.generation import Generated, generate
-from openrlhf.models.loading import load_generator, load_tokenizer
+from openrlhf.models.loading import load_generator
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.text import decode
 from openrlhf.types import not_none
 

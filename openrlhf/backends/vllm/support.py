@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from openrlhf.backends.vllm.requests import library
 from openrlhf.config.pass_through import unknown_option
 from openrlhf.errors import ErrorCode, UsageError, first_line
-from openrlhf.models.loading import has_experts, load_config
+from openrlhf.models.configurations import has_experts, load_config
 from openrlhf.plugins import entry_points
 
 MODELS = "model_executor/models"

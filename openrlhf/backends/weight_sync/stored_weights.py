@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.errors import ErrorCode, RunError
-from openrlhf.models.loading import has_experts, policy_tokenizer
+from openrlhf.models.configurations import has_experts
+from openrlhf.models.tokenizers import policy_tokenizer
 from openrlhf.models.vision import SHAPES, ImageReader, image_reader
 from openrlhf.types import Image
 

@@ -21,7 +21,8 @@ from openrlhf.data.sources import Rows, load_rows, rows_digest
 from openrlhf.data.store import Samples
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.supervised.task import Task
-from openrlhf.models.loading import find_max_length, load_config, missing_embeddings
+from openrlhf.models.configurations import find_max_length, load_config
+from openrlhf.models.tokenizers import missing_embeddings
 from openrlhf.user_file import split
 
 

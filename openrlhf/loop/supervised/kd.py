@@ -10,8 +10,8 @@ from openrlhf.data.image_rows import load_processor
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.supervised.sft import ResponsesTask
 from openrlhf.loop.supervised.task import Parts
-from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
+from openrlhf.models.tokenizers import check_same_vocabulary, load_tokenizer
 from openrlhf.observability.waits import waiting
 from openrlhf.text import image_layout, patch_counts
 from openrlhf.training.models import load_language_model, load_run_tokenizer

@@ -10,8 +10,8 @@ from openrlhf.config.supervised_commands import KTO
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.loop.supervised.reference import ComparedTask, reference_of
 from openrlhf.loop.supervised.task import Parts
+from openrlhf.rows import UnpairedRow
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
-from openrlhf.types import UnpairedRow
 
 
 class KTOTask(ComparedTask[KTOConfig]):

@@ -8,9 +8,10 @@ from openrlhf.backends.deepspeed.support import check_options
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.loop.supervised.task import Task
 from openrlhf.models.experts import check_experts, check_routers
-from openrlhf.models.loading import check_model, saved_reader
+from openrlhf.models.loading import check_model
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
+from openrlhf.models.tokenizers import saved_reader
 from openrlhf.training.models import check_loadable, load_run_tokenizer
 
 

@@ -17,14 +17,15 @@ from openrlhf.data.store import Samples
 from openrlhf.files import cache_folder
 from openrlhf.loop.supervised.task import Parts, Task
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.loading import check_same_vocabulary, load_tokenizer, model_digest
+from openrlhf.models.configurations import model_digest
 from openrlhf.models.lora import disabled_adapters, has_adapters
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.tokenizers import check_same_vocabulary, load_tokenizer
 from openrlhf.observability.waits import waiting
+from openrlhf.rows import PackedRow
 from openrlhf.training.models import load_language_model, load_run_tokenizer
 from openrlhf.training.objectives.reference import Reference
 from openrlhf.training.precompute import cached_array, values_of_items
-from openrlhf.types import PackedRow
 
 ConfigT = TypeVar("ConfigT", DPOConfig, KTOConfig)
 

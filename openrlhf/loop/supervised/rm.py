@@ -11,9 +11,9 @@ from openrlhf.config.supervised_commands import RM
 from openrlhf.data.preference import build_pairs
 from openrlhf.loop.supervised.task import Parts, Task
 from openrlhf.models.scorer import ScoreModel
+from openrlhf.rows import PairRow
 from openrlhf.training.models import load_reward_model
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
-from openrlhf.types import PairRow
 
 ConfigT = TypeVar("ConfigT", RMConfig, DPOConfig)
 

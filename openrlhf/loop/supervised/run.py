@@ -46,8 +46,8 @@ from openrlhf.loop.supervised.model_checks import reader_of
 from openrlhf.loop.supervised.task import Task
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
+from openrlhf.models.ends import log_stops, trained_ends
 from openrlhf.models.experts import freeze_routers
-from openrlhf.models.loading import log_stops, trained_ends
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.saving import save_ends
 from openrlhf.models.vision import freeze_vision

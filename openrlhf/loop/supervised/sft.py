@@ -7,8 +7,8 @@ from openrlhf.config.supervised import KDConfig, SFTConfig
 from openrlhf.config.supervised_commands import SFT
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.loop.supervised.task import Parts, Task
+from openrlhf.rows import PackedRow
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow
 
 ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 

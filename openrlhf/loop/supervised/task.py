@@ -25,7 +25,7 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 
 class Parts(Protocol):
-    """What a run on one rank gives its task. `SupervisedRun` says what the methods do."""
+    """Parts of a run on one rank, as its task uses them. `SupervisedRun` documents the methods."""
 
     engine: TrainedRank
     mesh: ProcessMesh

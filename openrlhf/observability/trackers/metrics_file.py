@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from openrlhf.observability.run_folder import read_steps, reading, to_json
 
 if TYPE_CHECKING:
-    from openrlhf.types import Metrics  # its module imports torch
+    from openrlhf.types import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openrlhf.backends.base import Objective, RowT
 from openrlhf.models.experts import recorded_balance
-from openrlhf.types import LossNorm
+from openrlhf.rows import LossNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

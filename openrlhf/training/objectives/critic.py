@@ -9,7 +9,8 @@ from torch import Tensor
 from openrlhf.algorithms.reductions import token_mean
 from openrlhf.algorithms.value_loss import clipped_value_loss
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.types import ExperienceRow, LossNorm, not_none
+from openrlhf.rows import ExperienceRow, LossNorm
+from openrlhf.types import not_none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

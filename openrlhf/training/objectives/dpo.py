@@ -7,8 +7,8 @@ from torch import Tensor
 
 from openrlhf.algorithms.preference.dpo import dpo_loss
 from openrlhf.algorithms.preference.ipo import ipo_loss
+from openrlhf.rows import LossNorm, PairRow
 from openrlhf.training.objectives.reference import Reference, answer_log_probs, reference_log_probs
-from openrlhf.types import LossNorm, PairRow
 
 
 def pair_log_probs(model: Callable, batch: PairRow) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from openrlhf.algorithms.distillation import Divergence, LinearHead
 from openrlhf.algorithms.reductions import token_mean
 from openrlhf.models.student import TeacherTargets
-from openrlhf.types import LossNorm, PackedRow
+from openrlhf.rows import LossNorm, PackedRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.preference.kto import kto_loss
+from openrlhf.rows import LossNorm, UnpairedRow
 from openrlhf.training.objectives.reference import Reference, answer_log_probs, reference_log_probs
-from openrlhf.types import LossNorm, UnpairedRow
 
 
 def unpaired_log_probs(model: Callable, batch: UnpairedRow) -> Tensor:

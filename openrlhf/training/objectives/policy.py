@@ -25,7 +25,8 @@ from openrlhf.config.ppo import (
     ProximalPolicyName,
 )
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.types import ExperienceRow, LossNorm, not_none
+from openrlhf.rows import ExperienceRow, LossNorm
+from openrlhf.types import not_none
 
 IS_METRICS = "policy/is_weight_mean", "policy/is_masked_fraction"
 STALENESS_METRICS = "policy/staleness_weight_mean", "policy/staleness_masked_fraction"

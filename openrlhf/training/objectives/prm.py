@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.token_loss import label_cross_entropy
-from openrlhf.types import LossNorm, StepsRow
+from openrlhf.rows import LossNorm, StepsRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from openrlhf.rows import LossNorm, PackedRow
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.reductions import segment_sum
-from openrlhf.types import PackedRow
+from openrlhf.rows import PackedRow
 
 Reference = Callable[[PackedRow], Tensor]
 """Function from a row to the log-probs (A,) of a frozen model."""

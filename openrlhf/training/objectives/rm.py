@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from openrlhf.algorithms.preference.reward_model import pairwise_loss
-from openrlhf.types import LossNorm, PairRow
+from openrlhf.rows import LossNorm, PairRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

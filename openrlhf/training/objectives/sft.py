@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from openrlhf.algorithms.reductions import token_mean
-from openrlhf.types import LossNorm, PackedRow
+from openrlhf.rows import LossNorm, PackedRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

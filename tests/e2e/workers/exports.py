@@ -15,8 +15,8 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow, Sample
 
 
 def load(model: str, kind: str, ds: DeepSpeedConfig) -> RowModel:

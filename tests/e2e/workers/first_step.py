@@ -9,9 +9,10 @@ from openrlhf.loop.supervised.reference import without_adapters
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import ExperienceRow, PackedRow, Pair, PairRow, Sample
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Pair, PairRow, Sample
+from openrlhf.types import Batch, Metrics
 
 
 def samples(count: int) -> list[Sample]:

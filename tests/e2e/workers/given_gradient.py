@@ -12,10 +12,11 @@ from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import AdamConfig, OptimConfig
+from openrlhf.rows import ExperienceRow, LossNorm
 from openrlhf.tools.reference.policy import plain_policy_loss
 from openrlhf.tools.verify.layouts import step_with_gradients
 from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm
+from openrlhf.types import Batch
 
 TEMPERATURE = 0.7
 

@@ -16,12 +16,13 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.rows import ExperienceRow, PackedRow
 from openrlhf.tools.verify.layouts import step_with_gradients
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LIKELY, Batch, ExperienceRow, PackedRow
+from openrlhf.types import LIKELY, Batch
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)
 BEGINNINGS = {7: (3, 15), 2: (3, 10), 8: (7, 11), 5: (2, 9)}

@@ -12,8 +12,8 @@ from openrlhf.backends.peak_memory import peak, restart
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow, Sample
 
 M_MMAP_THRESHOLD = -3
 

@@ -15,9 +15,9 @@ from openrlhf.errors import UsageError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tools.verify.layouts import step_with_gradients
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow, Sample
 
 
 def build_engine(spec: dict, case: dict) -> TrainedRank:

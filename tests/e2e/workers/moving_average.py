@@ -14,8 +14,8 @@ from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow, Sample
 
 TAG = "halfway"
 

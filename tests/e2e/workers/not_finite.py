@@ -15,8 +15,8 @@ from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.errors import RunError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow, Sample
 
 NAN = float("nan")
 

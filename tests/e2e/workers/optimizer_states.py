@@ -21,8 +21,8 @@ from openrlhf.config.choices import OptimizerName
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, MuonConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow, Sample
 
 MUON_LR = 0.5
 """Learning rate at which the rounding of a weight is small beside an update."""

@@ -11,8 +11,9 @@ from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, Op
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import Metrics, PackedRow, Sample
+from openrlhf.types import Metrics
 
 NUM_STEPS = 6
 LENGTHS = (5, 9, 17, 30, 8, 12, 4, 22)

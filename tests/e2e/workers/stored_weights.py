@@ -26,7 +26,7 @@ from openrlhf.backends.weight_sync.stored_weights import (
     explain_difference,
     fingerprints,
 )
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 FIRST_SETUP = UnquantizedFusedMoEMethod._setup_kernel.__closure__[0].cell_contents
 """vLLM's own function, which backends/vllm/weight_receiver.py wraps."""

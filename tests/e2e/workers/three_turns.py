@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import ExperienceRow, LossNorm
 from openrlhf.tools.plan.agent import play, prepare
 from openrlhf.tools.plan.flags import config_of_agent
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory
+from openrlhf.types import Batch, Trajectory
 
 TEMPERATURE = 0.7
 FEEDBACK = " No.\n Again, number {}: "

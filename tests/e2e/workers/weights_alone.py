@@ -13,8 +13,8 @@ from openrlhf.backends.model_rank import TrainedRank
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow, Sample
 
 
 def build(path: str, job: dict, *, learns: bool) -> TrainedRank:

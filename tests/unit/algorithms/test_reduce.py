@@ -18,7 +18,7 @@ from openrlhf.algorithms.reductions import (
     token_mean,
     whiten,
 )
-from openrlhf.types import LossNorm
+from openrlhf.rows import LossNorm
 
 LOSS = torch.tensor([1.0, 3.0, 10.0, 2.0, 4.0, 6.0])
 COUNTS = torch.tensor([2, 1, 0, 3])

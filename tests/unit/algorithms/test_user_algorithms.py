@@ -23,10 +23,11 @@ from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.rl_checks import check_algorithm
 from openrlhf.registry import Registry
+from openrlhf.rows import ExperienceRow, LossNorm
 from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.advantages import step_view as view_of
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, not_none
+from openrlhf.types import Batch, not_none
 from openrlhf.user_file import UserFiles
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "python"

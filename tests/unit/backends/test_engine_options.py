@@ -31,7 +31,7 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllm
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig, ScorerDeepSpeedConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import DTYPES
+from openrlhf.models.configurations import DTYPES
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.types import not_none

@@ -26,7 +26,7 @@ from openrlhf.backends.weight_sync.stored_weights import (
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import ActorConfig, PPOConfig, PromptDataConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import has_experts
+from openrlhf.models.configurations import has_experts
 from openrlhf.models.vision import image_reader
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model

@@ -10,8 +10,8 @@ from torch_engines import BETA1, SAMPLES, engine_of, saved_model
 
 from openrlhf.backends.model_rank import held
 from openrlhf.models.tensor_parallel import whole
+from openrlhf.rows import PackedRow
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import PackedRow
 
 
 @pytest.fixture(scope="module")

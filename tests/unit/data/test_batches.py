@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from openrlhf.data.batches import MiniBatches
 from openrlhf.data.store import SampleStore
-from openrlhf.types import PackedRow
+from openrlhf.rows import PackedRow
 
 
 def make_dataset(lengths):

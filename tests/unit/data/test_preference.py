@@ -12,8 +12,8 @@ from openrlhf.data.preference import SAME_ANSWERS, PairDataset, build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode
+from openrlhf.rows import PairRow
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.types import PairRow
 
 OPTIONS = {
     "prompt_key": "prompt",

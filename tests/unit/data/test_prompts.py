@@ -22,7 +22,7 @@ from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampl
 from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.loading import policy_tokenizer
+from openrlhf.models.tokenizers import policy_tokenizer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_model, tiny_tokenizer
 from openrlhf.training.rl_data import (
     build_data,

@@ -17,8 +17,8 @@ from openrlhf.data.files import REMEDY
 from openrlhf.data.sources import Rows
 from openrlhf.data.steps import StepsDataset, build_steps, reward_token_ids
 from openrlhf.errors import ErrorCode
+from openrlhf.rows import StepsRow
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.types import StepsRow
 
 OPTIONS = {
     "input_key": "input",

@@ -14,8 +14,8 @@ from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
 from openrlhf.data.unpaired import UnpairedDataset, build_unpaired, other_prompts
 from openrlhf.errors import ErrorCode
+from openrlhf.rows import UnpairedRow
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.types import UnpairedRow
 
 OPTIONS = {
     "input_key": "input",

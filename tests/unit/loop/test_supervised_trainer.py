@@ -12,7 +12,7 @@ from openrlhf.checkpoint.folder import UNFINISHED
 from openrlhf.errors import ErrorCode, RunError, Stopped
 from openrlhf.loop.sft import SupervisedTrainer
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.types import PackedRow
+from openrlhf.rows import PackedRow
 
 
 def test_every_epoch_visits_everything_in_an_order_of_its_own(tmp_path):

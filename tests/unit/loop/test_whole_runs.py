@@ -24,9 +24,10 @@ from openrlhf.observability.hooks.base import Step
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.rollout_metrics import RolloutMetrics
+from openrlhf.rows import LossNorm
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training.rl_data import RLData
-from openrlhf.types import LossNorm, Prompt
+from openrlhf.types import Prompt
 
 
 @pytest.fixture(autouse=True)

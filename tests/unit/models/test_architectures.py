@@ -24,8 +24,8 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.self_check import resolve_row_layout, transformers_attention
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tools.reference.outputs import plain_log_probs
-from openrlhf.types import PackedRow, Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 TEN = (

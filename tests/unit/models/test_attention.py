@@ -31,7 +31,7 @@ from openrlhf.models.attention import (
 from openrlhf.models.backbone import in_one_pass
 from openrlhf.models.packing import Packing
 from openrlhf.models.sequence_parallel import cut
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 LENGTHS = (5, 1, 7, 2)
 N = sum(LENGTHS)

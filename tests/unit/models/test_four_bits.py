@@ -17,7 +17,8 @@ from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator, round_to_nf4
+from openrlhf.models.loading import load_causal_lm, load_generator
+from openrlhf.models.nf4 import check_nf4, round_to_nf4
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.serve.serve_rm import load

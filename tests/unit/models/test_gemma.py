@@ -15,14 +15,15 @@ from openrlhf.data.image_rows import ImageColumn, find_layout
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
-from openrlhf.models.loading import load_causal_lm, load_tokenizer, saved_reader
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import resolve_row_layout
+from openrlhf.models.tokenizers import load_tokenizer, saved_reader
 from openrlhf.models.vision import freeze_vision
+from openrlhf.rows import LossNorm, PackedRow, Sample
 from openrlhf.text import image_placeholder_ids, num_tokens_read
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Sample
 
 ROWS = [
     {"input": "<image>What?", "output": "red", "images": ["a.png"]},

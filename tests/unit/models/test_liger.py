@@ -21,7 +21,7 @@ from openrlhf.models.liger import apply_liger, transformers_kernels
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.self_check import resolve_row_layout, why_not_liger
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 IDS = torch.tensor([5, 17, 9, 33, 21, 40])
 

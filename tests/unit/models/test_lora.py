@@ -22,7 +22,7 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models import lora
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD
 from openrlhf.models.dropout import has_adapter_dropout
-from openrlhf.models.loading import load_causal_lm, load_tokenizer
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import (
     Merge,
     adapted_layers,
@@ -38,11 +38,12 @@ from openrlhf.models.lora import (
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import transformers_attention
+from openrlhf.models.tokenizers import load_tokenizer
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tasks.prepare import prepare
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tools.selftest.verify import check_adapters
 from openrlhf.tools.serve.flags import lora_combiner as combine
-from openrlhf.types import PackedRow, Sample
 
 ALPHA, RANK = 12, 3
 SCALE = ALPHA / RANK

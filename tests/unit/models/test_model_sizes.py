@@ -20,8 +20,8 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.models.sizes import ModelSize, model_size, shape_of
 from openrlhf.models.vision import freeze_vision
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
-from openrlhf.types import PackedRow, Sample
 
 FLAG = "--model"
 OPTIONS: dict[str, Any] = {"flag": FLAG, "dtype": "bf16", "attention": "auto"}

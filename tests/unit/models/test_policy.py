@@ -17,8 +17,8 @@ from openrlhf.models.loading import load_causal_lm, load_generator
 from openrlhf.models.policy import PolicyModel, head_options
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tools.reference.outputs import plain_log_probs, plain_logits
-from openrlhf.types import PackedRow, Sample
 
 LENGTHS = (5, 23, 2, 11, 17)
 IMPLEMENTATIONS = ("auto", "sdpa", "eager")

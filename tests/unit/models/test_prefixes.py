@@ -27,7 +27,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.prefixes import Branches, prefix_tree
 from openrlhf.models.router_replay import Replay
 from openrlhf.models.self_check import read_one_by_one, resolve_row_layout, why_not_shared
-from openrlhf.types import PackedRow, Sample
+from openrlhf.rows import PackedRow, Sample
 
 QWEN: dict[str, Any] = {
     "vocab_size": 61,

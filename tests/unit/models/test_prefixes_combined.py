@@ -23,8 +23,8 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.self_check import resolve_row_layout
+from openrlhf.rows import Sample
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import Sample
 
 LAYERS = 8
 """Two layers of attention and MLP, forward and backward."""

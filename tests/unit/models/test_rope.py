@@ -13,13 +13,15 @@ from torch import Tensor
 
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import get_row_layout
+from openrlhf.models.configurations import find_max_length
 from openrlhf.models.dropout import enable_checkpointing
-from openrlhf.models.loading import find_max_length, load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.sequence_parallel import SequenceParallel
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tools.reference.outputs import plain_log_probs
-from openrlhf.types import PackedRow, Sample, not_none
+from openrlhf.types import not_none
 
 SHAPE = {
     "vocab_size": 61,

@@ -37,7 +37,8 @@ from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.trajectories import chosen_turns, trajectories
-from openrlhf.types import Batch, Episode, PackedRow, Prompt, PromptGroup, Turn, not_none, own_choice
+from openrlhf.rows import PackedRow
+from openrlhf.types import Batch, Episode, Prompt, PromptGroup, Turn, not_none, own_choice
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen2_moe")
 OWN = 255

@@ -18,11 +18,12 @@ from transformers import (
 
 from openrlhf.errors import ErrorCode
 from openrlhf.models.checkpoint_layout import head_name
-from openrlhf.models.loading import load_config, load_tokenizer
+from openrlhf.models.configurations import load_config
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, padding_token_id
 from openrlhf.models.self_check import transformers_attention
+from openrlhf.models.tokenizers import load_tokenizer
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
-from openrlhf.types import PackedRow, Sample
 
 TEXTS = [
     "<|user|>Tom has 3 apples.<|end|><|assistant|>3<|end|>",

@@ -33,16 +33,7 @@ from openrlhf.models.scorer import ScoreModel, ValueModel
 from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import Cut, SequenceParallel, cut
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.training.objectives.balanced import BalancedObjective
-from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.dpo import DPOObjective
-from openrlhf.training.objectives.kd import DistillationObjective
-from openrlhf.training.objectives.kto import KTOObjective
-from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.objectives.prm import ProcessObjective
-from openrlhf.training.objectives.rm import RewardObjective
-from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import (
+from openrlhf.rows import (
     ExperienceRow,
     LossNorm,
     PackedRow,
@@ -54,6 +45,15 @@ from openrlhf.types import (
     UnpairedExample,
     UnpairedRow,
 )
+from openrlhf.training.objectives.balanced import BalancedObjective
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.kto import KTOObjective
+from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.training.objectives.prm import ProcessObjective
+from openrlhf.training.objectives.rm import RewardObjective
+from openrlhf.training.objectives.sft import SFTObjective
 
 LENGTHS = (5, 23, 2, 11)
 """Lengths of the sequences, 41 tokens: a slice of 2 ranks ends in the second sequence, of 4 in the second and

@@ -29,10 +29,11 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import read_one_by_one, resolve_row_layout
 from openrlhf.models.vision import freeze_vision
+from openrlhf.rows import PackedRow, Sample
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.tools.reference.outputs import log_probs_of_row
 from openrlhf.tools.serve.flags import lora_combiner as combine
-from openrlhf.types import Image, PackedRow, Sample
+from openrlhf.types import Image
 
 ROUNDING = 256 * 2.0**-24
 """Relative error of a float32 sum of as many products as the widest layer has."""

@@ -22,17 +22,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.dpo import DPOObjective
-from openrlhf.training.objectives.kd import DistillationObjective
-from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
-from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.objectives.prm import ProcessObjective
-from openrlhf.training.objectives.ptx import PTXObjective
-from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
-from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import (
+from openrlhf.rows import (
     ExperienceRow,
     LossNorm,
     PackedRow,
@@ -44,6 +34,16 @@ from openrlhf.types import (
     UnpairedExample,
     UnpairedRow,
 )
+from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kd import DistillationObjective
+from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
+from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.training.objectives.prm import ProcessObjective
+from openrlhf.training.objectives.ptx import PTXObjective
+from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
+from openrlhf.training.objectives.sft import SFTObjective
 
 NORM = LossNorm(12.0, 4.0, torch.ones(1, device="meta"))
 

@@ -14,17 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import (
-    check_model,
-    load_causal_lm,
-    load_config,
-    load_generator,
-    load_tokenizer,
-    stop_token_ids,
-)
+from openrlhf.models.configurations import load_config
+from openrlhf.models.ends import stop_token_ids
+from openrlhf.models.loading import check_model, load_causal_lm, load_generator
 from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.models.sizes import model_size
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.models.weight_files import check_weight_files
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.serve.lora_combiner import run as combine

@@ -19,7 +19,8 @@ from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.config.ppo import PPOConfig, PromptDataConfig, RolloutConfig
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
-from openrlhf.models.loading import load_causal_lm, load_tokenizer
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.tasks.tiny_model import tiny_chat_model

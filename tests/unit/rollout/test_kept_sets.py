@@ -19,8 +19,9 @@ from openrlhf.completions import SamplingParams
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.rows import PackedRow
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import Batch, Nuclei, PackedRow, PromptGroup, Trajectory, Turn, not_none
+from openrlhf.types import Batch, Nuclei, PromptGroup, Trajectory, Turn, not_none
 
 A, H, V = 9, 5, 17
 

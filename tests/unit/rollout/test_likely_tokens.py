@@ -19,7 +19,8 @@ from openrlhf.observability.journal import Journal, read_journal
 from openrlhf.observability.rollout_table import LIKELY_TOKENS, to_table, to_trajectories
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.trajectories import chosen_turns, trajectories
-from openrlhf.types import LIKELY, Batch, Episode, ExperienceRow, Prompt, PromptGroup, Turn, not_none, runs
+from openrlhf.rows import ExperienceRow
+from openrlhf.types import LIKELY, Batch, Episode, Prompt, PromptGroup, Turn, not_none, runs
 
 
 def recorded(tokens: list[int], **params: Any) -> tuple[Turn, torch.Tensor]:

@@ -18,11 +18,12 @@ from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from openrlhf.rows import ExperienceRow, LossNorm
 from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, Metrics, Prompt, Trajectory, not_none
+from openrlhf.types import Batch, Metrics, Prompt, Trajectory, not_none
 
 
 def trajectory_of(prompt: Prompt, i: int, reward: float, num_actions: int = 1) -> Trajectory:

@@ -17,13 +17,14 @@ from openrlhf.algorithms.advantages.returns import explained_variance
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.mesh import Mesh
 from openrlhf.models.scorer import ValueModel, load_scorer
+from openrlhf.rows import ExperienceRow, LossNorm
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.reference.outputs import values_of_row
 from openrlhf.training import trained_worker
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
-from openrlhf.types import Batch, ExperienceRow, LossNorm
+from openrlhf.types import Batch
 
 
 @pytest.fixture(scope="module")

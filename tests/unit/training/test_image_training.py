@@ -20,12 +20,12 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
+from openrlhf.rows import LossNorm, PackedRow, PairRow
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
 from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, PairRow
 
 ROWS = [
     {"input": "<image>What?", "output": "red blue", "worse": "blue", "images": ["a.png"]},

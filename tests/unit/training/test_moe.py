@@ -22,12 +22,12 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import read_one_by_one
+from openrlhf.rows import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 
 SHAPE = {
     "vocab_size": 61,

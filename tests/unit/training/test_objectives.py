@@ -23,8 +23,9 @@ from openrlhf.algorithms.proximal.recomputed import Recomputed
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.rows import ExperienceRow, LossNorm, PackedRow, Sample
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import LIKELY, Batch, ExperienceRow, LossNorm, PackedRow, Sample, not_none
+from openrlhf.types import LIKELY, Batch, not_none
 
 VOCAB = 7
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.data.batches import MiniBatches
 from openrlhf.data.store import SampleStore
+from openrlhf.rows import PackedRow
 from openrlhf.training.precompute import values_of_items
-from openrlhf.types import PackedRow
 
 LENGTHS = (2, 5, 3, 7, 4)
 

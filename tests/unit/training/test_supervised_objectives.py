@@ -18,6 +18,17 @@ from openrlhf.models.policy import PolicyModel, TokenScores
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
+from openrlhf.rows import (
+    LossNorm,
+    PackedRow,
+    Pair,
+    PairRow,
+    Sample,
+    Steps,
+    StepsRow,
+    UnpairedExample,
+    UnpairedRow,
+)
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.tools.reference.objectives import plain_loss
 from openrlhf.tools.reference.outputs import distribution, plain_log_probs, plain_logits, plain_score
@@ -28,18 +39,7 @@ from openrlhf.training.objectives.prm import ProcessObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import (
-    LossNorm,
-    PackedRow,
-    Pair,
-    PairRow,
-    Sample,
-    Steps,
-    StepsRow,
-    UnpairedExample,
-    UnpairedRow,
-    not_none,
-)
+from openrlhf.types import not_none
 
 BETA = 0.1
 REWARD_TOKENS = (7, 5, 200)

@@ -42,13 +42,14 @@ from openrlhf.mesh import Mesh
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
+from openrlhf.rows import LossNorm, PackedRow
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.reference.outputs import plain_log_probs, plain_score, values_of_row
 from openrlhf.training import trained_worker
 from openrlhf.training import worker as workers
 from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
 from openrlhf.training.worker import FrozenWorker, RewardWorker, row_groups
-from openrlhf.types import Batch, LossNorm, PackedRow
+from openrlhf.types import Batch
 
 PLACE = "127.0.0.1", 29999
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

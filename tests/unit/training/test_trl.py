@@ -31,6 +31,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
+from openrlhf.rows import LossNorm, PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.training.objectives.dpo import DPOObjective
@@ -38,7 +39,6 @@ from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow
 
 TOKENIZER = tiny_tokenizer()
 PAD = TOKENIZER.pad_token_id

@@ -10,6 +10,7 @@ import torch
 from refusals import printed
 
 from openrlhf.errors import ErrorCode
+from openrlhf.rows import Pair, Sample, Steps, UnpairedExample
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, tiny_vision_tokenizer
 from openrlhf.tools.plan.flags import USAGE
@@ -22,7 +23,6 @@ from openrlhf.tools.plan.preview import (
     plain_text,
     split_spans,
 )
-from openrlhf.types import Pair, Sample, Steps, UnpairedExample
 
 
 @pytest.fixture(scope="module")

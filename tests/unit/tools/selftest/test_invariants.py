@@ -28,6 +28,7 @@ from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.observability.hooks.base import Step
+from openrlhf.rows import LossNorm, PackedRow, Pair, PairRow, UnpairedExample, UnpairedRow
 from openrlhf.tools.reference.objectives import plain_dpo, plain_kto, plain_learning_rate, plain_rm
 from openrlhf.tools.selftest.invariants import (
     check_epoch_seeds,
@@ -53,16 +54,7 @@ from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.training.trained_worker import PolicyWorker
-from openrlhf.types import (
-    LossNorm,
-    PackedRow,
-    Pair,
-    PairRow,
-    Trajectory,
-    UnpairedExample,
-    UnpairedRow,
-    Updated,
-)
+from openrlhf.types import Trajectory, Updated
 
 ALONE = Mesh(data=1, sequence=1, tensor=1)
 FLOAT32 = DeepSpeedConfig(param_dtype="fp32")

@@ -33,6 +33,7 @@ from openrlhf.config.ppo import (
     RewardConfig,
     RolloutConfig,
 )
+from openrlhf.rows import ExperienceRow, LossNorm
 from openrlhf.tools.reference.advantages import plain_advantages
 from openrlhf.tools.reference.policy import plain_policy_loss
 from openrlhf.tools.selftest.verify_rl import (
@@ -47,7 +48,7 @@ from openrlhf.training.objectives import critic
 from openrlhf.training.objectives import policy as policy_objective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory
+from openrlhf.types import Batch, Trajectory
 
 COUNTS = [3, 0, 1, 6, 2]
 LONGEST = 8

@@ -8,8 +8,8 @@ import torch
 
 from openrlhf.api import SamplingParams
 from openrlhf.data.inference import Answer, Question
+from openrlhf.rows import Sample
 from openrlhf.tools.serve.answering import Request, answer_with_engine, score
-from openrlhf.types import Sample
 
 
 def test_scores_come_with_the_answers_that_they_belong_to() -> None:

@@ -15,7 +15,7 @@ from openrlhf.config.fields import flag_values, list_flags, with_values
 from openrlhf.config.inference import AnswerConfig, BatchInferenceConfig, InferenceDataConfig
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_room
+from openrlhf.models.configurations import check_room
 from openrlhf.tools.serve.flags import chat_lengths, lengths, served_lengths
 
 BATCH_DEFAULTS = {

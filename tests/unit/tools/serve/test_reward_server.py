@@ -28,13 +28,13 @@ from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.scorer import ScoreModel, load_scorer
+from openrlhf.rows import PackedRow
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.serve import serve_rm, server
 from openrlhf.tools.serve.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
 from openrlhf.tools.serve.serve_rm import check, load
 from openrlhf.tools.serve.serve_rm import run as serve
 from openrlhf.tools.serve.server import build_app, occurs, prepare_text, read_question
-from openrlhf.types import PackedRow
 
 TOKENIZER = tiny_tokenizer()
 

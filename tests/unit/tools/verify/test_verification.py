@@ -23,6 +23,7 @@ from openrlhf.config.parse import parse
 from openrlhf.data import batches
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models import backbone, policy, scorer
+from openrlhf.rows import ExperienceRow, PackedRow, PairRow
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import jobs
 from openrlhf.tools.verify import compare, continuing, engine, ranks, trainer
@@ -32,7 +33,6 @@ from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, 
 from openrlhf.tools.verify.subjects import Size, Subject, shortest
 from openrlhf.tools.verify.verify import _with_layers, build_subject
 from openrlhf.training.objectives import kto, sft
-from openrlhf.types import ExperienceRow, PackedRow, PairRow
 
 ROWS = [
     {
