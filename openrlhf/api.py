@@ -116,7 +116,7 @@ if TYPE_CHECKING:  # for tools
         cache_folder, exporting, holds_model, nearest, read_object, unwaiting, unwritable, write_atomically,
     )
     from openrlhf.heap import freeze as freeze_heap
-    from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder, uses_modelscope
+    from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder, uses_modelscope
     from openrlhf.loop.local import start_local_roles
     from openrlhf.loop.machines import resolve
     from openrlhf.loop.rl_checks import check_files as check_rl_files, check_users_files

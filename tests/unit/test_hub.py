@@ -14,6 +14,9 @@ from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 from openrlhf.hub import choose_hub, model_folder
 from openrlhf.models import loading
+from openrlhf.models.configurations import model_digest
+from openrlhf.models.ends import stop_token_ids
+from openrlhf.models.tokenizers import load_tokenizer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.record.model_card import _is_on_hub
 
@@ -50,15 +53,15 @@ def modelscope(site, tmp_path, monkeypatch):
 
 def test_weights_are_fetched_only_for_those_who_load_them(modelscope, site):
     loading.check_model(NAME, FLAG)
-    tokenizer = loading.load_tokenizer(NAME, flag=FLAG)
-    assert loading.stop_token_ids(NAME, tokenizer)
+    tokenizer = load_tokenizer(NAME, flag=FLAG)
+    assert stop_token_ids(NAME, tokenizer)
     folder = modelscope / "model" / NAME
     assert not [*folder.glob("*.safetensors")]
     model = loading.load_causal_lm(NAME, flag=FLAG, dtype="fp32", attention="auto")
     whole = loading.load_causal_lm(str(site / "model" / NAME), flag=FLAG, dtype="fp32", attention="auto")
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert loading.model_digest(NAME, FLAG) == loading.model_digest(str(site / "model" / NAME), FLAG)
+    assert model_digest(NAME, FLAG) == model_digest(str(site / "model" / NAME), FLAG)
 
 
 def test_a_folder_of_this_machine_is_itself(modelscope, tmp_path):

@@ -19,9 +19,9 @@ from openrlhf.api import (
     UsageError,
     first_line,
     load_config,
+    model_folder,
     register_classifier,
 )
-from openrlhf.api import hub_folder as model_folder
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
-from openrlhf.tools.doctor import mismatch, mismatch_causes
+from openrlhf.tools.doctor import mismatch, mismatch_causes, mismatch_findings
 from openrlhf.tools.doctor.diagnose import diagnose
 from openrlhf.tools.doctor.recompute import find_nucleus, hooked
 from openrlhf.tools.doctor.record import RunRecord
@@ -408,7 +408,7 @@ def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch:
 def test_after_the_deadline_the_rollouts_alone_decide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mismatch, "BUDGET", 0.0)
+    monkeypatch.setattr(mismatch_findings, "BUDGET", 0.0)
     found = diagnose(RunRecord(build(tmp_path, temperature)))
     assert found and all(finding.confidence != "certain" for finding in found)
     assert any("the time limit for recomputing log-probs was reached" in text for text in found[0].evidence)
