@@ -12,9 +12,7 @@ Each verb returns a `Result` at once, and takes results in the place of values. 
 evaluation work on one lane, the models on another, each in the order of submission; `sync` waits for both.
 """
 
-import asyncio
 import atexit
-import inspect
 import os
 import sys
 import threading
@@ -22,13 +20,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import count
 from types import TracebackType
-from typing import Any, NamedTuple, Self
-from weakref import ref
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,17 +38,17 @@ from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.start import check_output, check_places, find_grace
 from openrlhf.config.checks import folder_problem
 from openrlhf.config.fields import with_values
-from openrlhf.config.ppo import ACTOR_FLAG
 from openrlhf.config.ppo_checks import SAME_ANSWER, log_prob_needs
 from openrlhf.config.sections import is_due
-from openrlhf.data.bad_rows import check_embedded
 from openrlhf.data.prompt_sampler import PromptSampler
-from openrlhf.data.prompts import encode_prompts
 from openrlhf.errors import ErrorCode, UsageError, notify, notify_once
 from openrlhf.hub import choose_hub
+from openrlhf.loop.known_prompts import KnownPrompts
 from openrlhf.loop.lanes import Lanes, Result, wait_for_value
 from openrlhf.loop.local import start_local_roles, start_local_rollout
+from openrlhf.loop.origins import Origins
 from openrlhf.loop.restarts import own_program, restart_after
+from openrlhf.loop.scoring import scored
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.loop.verb_arguments import (
     as_advantages,
@@ -66,18 +61,16 @@ from openrlhf.loop.verb_arguments import (
     read_metrics,
     whole,
 )
-from openrlhf.models.configurations import load_config
-from openrlhf.models.tokenizers import missing_embeddings, policy_tokenizer
+from openrlhf.models.tokenizers import policy_tokenizer
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.rewards.process import TAKES, RewardFunc
-from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
-from openrlhf.text import decode, decode_response
+from openrlhf.text import decode
 from openrlhf.training.advantages import advantage_arguments, compute_advantages
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.evaluate import evaluation_metrics
@@ -100,24 +93,6 @@ UNSYNCED = 3
 """Steps after the last sync from which on a loop that trains and samples is told."""
 _local: set[int] = set()
 """Ids of the runs in this process, which share its process group."""
-
-
-class Origin(NamedTuple):
-    """The record that a run keeps of a batch. Its arrays also tell which batch that is: copies with other
-    columns share them."""
-
-    actions: "ref[np.ndarray] | None" = None
-    """Its column `rollout_log_probs`."""
-    log_probs: "ref[np.ndarray] | None" = None
-    """Its column `log_probs`; None without one."""
-    num_changes: int = 0
-    """Number of changes of the policy before."""
-    num_sampled: int = 0
-    """Number of its episodes, with failed ones."""
-    num_finished: int = 0
-    """Number of finished ones, by which the KL coefficient adapts."""
-    kl_mean: float | None = None
-    """Mean KL; None if it has no log-probs, and the coefficient does not adapt."""
 
 
 class Run:
@@ -165,14 +140,12 @@ class Run:
         """The loop's own numbers and texts, which each checkpoint has and `load_state` restores."""
         self._stop = Stop()
         self._is_closed = False
-        self._num_texts, self._numbering = 0, threading.Lock()
-        """Number of texts that were prompts, and the lock for it."""
+        self._known = KnownPrompts(self.config, self.tokenizer)
         self._num_epochs = 0
         """Number of epochs of the calls of `prompts`."""
         self._num_changes = 0
         """Number of changes of the policy."""
-        self._origins: deque[Origin] = deque(maxlen=64)
-        """Origins of the last batches."""
+        self._origins = Origins()
         self._has_gradient = False
         """True if `forward_backward` was called since the last `optim_step`."""
         self._synced_at, self._is_synced = 0, True
@@ -286,7 +259,7 @@ class Run:
         reward is 0."""
         data = self.config.data
         about = {"is_chat": data.apply_chat_template, "max_len": data.max_len, "version": self.version}
-        known, answers = self._prompts(prompts), list_of(str, answers, "texts, one for each prompt")
+        known, answers = self._known.of(prompts), list_of(str, answers, "texts, one for each prompt")
         if len(known) != len(answers):
             text = f"there are {len(known)} prompts and {len(answers)} answers"
             raise UsageError(ErrorCode.INVALID_VALUE, text)
@@ -477,7 +450,7 @@ class Run:
     # The work of the verbs, on their lanes
 
     def _sample(self, prompts: Sequence[Prompt | str], purpose: Purpose, n: int) -> list[PromptGroup]:
-        known = self._prompts(prompts)
+        known = self._known.of(prompts)
         if purpose == "train" and not self._is_synced and self.step - self._synced_at >= UNSYNCED:
             text = f"note: the engine samples with the weights of step {self._synced_at}"
             notify_once(f"{text}; run.sync() sends it new ones", id(self))
@@ -487,50 +460,8 @@ class Run:
         self._rollout.set_num_samples(purpose, n)
         return sample_all(self._rollout, known, purpose, self.config.rollout.timeout)
 
-    def _prompts(self, prompts: Sequence[Prompt | str]) -> list[Prompt]:
-        """Returns prompts; texts get numbers that no row has, so that they have seeds of their own. Raises
-        UsageError for a prompt that leaves no room for an answer."""
-        form = "prompts, which are texts or rl.Prompt; run.prompts(rows) makes them of rows and messages"
-        given = list_of((Prompt, str), prompts, form)
-        with self._numbering:
-            numbers = count(self._num_texts + 1)
-            known = [
-                p if isinstance(p, Prompt) else Prompt(prompt_id=-next(numbers), text=str(p)) for p in given
-            ]
-            self._num_texts = next(numbers) - 1
-        data, uncounted = self.config.data, [p.text for p in known if not (p.num_tokens or p.images)]
-        encoded = encode_prompts(uncounted, self.tokenizer, is_chat=data.apply_chat_template)
-        for text, token_ids in zip(uncounted, encoded, strict=True):
-            check_embedded(token_ids, self._missing)
-            if not (0 < (length := len(token_ids)) < data.max_len or self.config.agents):
-                room = f"a prompt has {length} tokens, and may have 1 to {data.max_len - 1}"
-                raise UsageError(
-                    ErrorCode.TOO_LONG, f"{room}: {text[:60]!r}", flag="--data.max_len", value=data.max_len
-                )
-        return known
-
     def _reward(self, groups: Sequence[PromptGroup], reward: RewardFunc) -> list[PromptGroup]:
-        groups = groups_of(groups)
-        samples = {t.sample: t for t in _all(groups) if t.ok}
-        if not samples:
-            return list(groups)
-        last = list(samples.values())  # of an episode with several sequences, the last one
-        prompts = [t.prompt.text for t in last]
-        queries = [t.prompt.text + decode_response(t, self._decode) for t in last]
-        answer = reward(queries, prompts, [deepcopy(t.prompt.label) for t in last])
-        if inspect.iscoroutine(answer):
-            answer = asyncio.run(answer)
-        name = getattr(reward, "__name__", "the reward function")
-        rewards = dict(zip(samples, read_rewards(answer, len(last), name), strict=True))
-
-        def scored(t: Trajectory) -> Trajectory:
-            if t.sample not in rewards:
-                return t
-            own = rewards[t.sample]
-            logs = {"extra_logs": own.extra_logs, "extra_texts": own.extra_texts}
-            return replace(t, reward=own.reward, score=own.score, **logs)
-
-        return [replace(group, trajectories=[scored(t) for t in group.trajectories]) for group in groups]
+        return scored(groups_of(groups), reward, self._decode)
 
     def _sync(self, number: int) -> int:
         self._measured.append(self._rollout.sync(self._roles.policy, self.version + 1).result())
@@ -575,26 +506,14 @@ class Run:
         batch = step.batch
         if config.rollout.mask_truncated:
             batch = batch.select(trained_on(step, with_truncated=False))
-        self._origins.append(
-            Origin(
-                actions=ref(batch.rollout_log_probs),
-                log_probs=None if batch.log_probs is None else ref(batch.log_probs),
-                num_changes=self._num_changes,
-                num_sampled=step.num_samples,
-                num_finished=num_samples(step.finished),
-                kl_mean=step.metrics.get("kl/mean"),
-            )
+        self._origins.add(
+            batch,
+            num_changes=self._num_changes,
+            num_sampled=step.num_samples,
+            num_finished=num_samples(step.finished),
+            kl_mean=step.metrics.get("kl/mean"),
         )
         return batch
-
-    def _origin(self, batch: Batch) -> Origin:
-        """Returns the origin of a batch. A batch that the loop has put together itself counts as a part of
-        the last one."""
-        for origin in reversed(self._origins):
-            if origin.actions is not None and origin.actions() is batch.rollout_log_probs:
-                return origin
-        last = self._origins[-1] if self._origins else Origin(num_changes=self._num_changes)
-        return last._replace(log_probs=None, num_sampled=len(batch))
 
     def _assign(self, batch: Batch, finished: Sequence[Trajectory], advantages: Any) -> tuple[Batch, Metrics]:
         if not isinstance(advantages, str | type | None):
@@ -623,7 +542,8 @@ class Run:
     def _check_ratio(self, batch: Batch, num_updates: int = 1) -> None:
         """Raises UsageError if the first or a later one of these optimizer steps has no ratio."""
         is_read = batch.log_probs is None and self.config.algo.advantage.proximal.needs_forward
-        if is_read and self._origin(batch).num_changes + 1 < self._num_changes + num_updates:
+        made_after = self._origins.of(batch, self._num_changes).num_changes
+        if is_read and made_after + 1 < self._num_changes + num_updates:
             text = (
                 "the batch has no log-probs of the policy before its updates: the ratio of the loss is known "
                 "in one\noptimizer step only, before any other change of the policy. Make it without "
@@ -632,15 +552,14 @@ class Run:
             raise UsageError(ErrorCode.CONFLICT, text)
 
     def _update(self, batch: Batch) -> Metrics:
-        policy, origin, metrics = self._roles.policy, self._origin(as_batch(batch)), {}
+        policy, origin, metrics = self._roles.policy, self._origins.of(as_batch(batch), self._num_changes), {}
         arguments = batch, range(len(batch)), origin.num_sampled
         schedules = {
             model: build_schedule(self.config, model, *arguments, routed=model is policy)
             for model in filter(None, (self._roles.critic, policy))
         }
         self._check_ratio(batch, len(schedules[policy]))
-        known = origin.log_probs and origin.log_probs()
-        is_fresh = batch.log_probs is known and origin.num_changes == self._num_changes
+        is_fresh = origin.has_log_probs_of(batch) and origin.num_changes == self._num_changes
         self._change()
         for model, schedule in schedules.items():
             metrics |= model.update(batch, schedule, self.kl.coef, is_fresh).result().metrics
@@ -651,7 +570,7 @@ class Run:
     def _save(self, step: int, state: dict[str, Any]) -> str:
         own = {
             "step": step,
-            "num_texts": self._num_texts,
+            "num_texts": self._known.num_texts,
             "kl_coef": self.kl.coef,
             "estimator": self._estimator.state_dict(),
             "run_name": self.config.logger.wandb.run_name,
@@ -672,7 +591,7 @@ class Run:
         self._continues = True
         self._change()
         self.step, self.kl = state["step"], replace(self.kl, coef=state["kl_coef"])
-        self._num_texts = state.get("num_texts", 0)  # older checkpoints have none
+        self._known.num_texts = state.get("num_texts", 0)  # older checkpoints have none
         if estimator := state["estimator"]:
             self._estimator.load_state_dict(estimator)
         if (flag := "logger.wandb.run_name") not in self._explicit:  # its run folder goes on
@@ -703,12 +622,6 @@ class Run:
         models = SavedRanks(self._roles.critic, self._roles.policy)
         phase = lambda name: nullcontext()
         return Saver(checkpoints=self._checkpoints, models=models, phase=phase, hooks=self._hooks)
-
-    @cached_property
-    def _missing(self) -> dict[int, str]:
-        return missing_embeddings(
-            self.tokenizer, load_config(self.config.actor.model_name_or_path, ACTOR_FLAG)
-        )
 
     @cached_property
     def _decode(self) -> Callable:

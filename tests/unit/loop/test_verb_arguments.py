@@ -367,7 +367,8 @@ def test_batches_are_trained_on_in_any_order_and_more_than_once(start):
     fresh = run.batch(run.reward(run.sample(QUESTIONS), score)).result(60)
     with pytest.raises(rl.RunError, match=r"log-probs|log ratio"):
         false = fresh.log_probs - 1
-        run._origins.append(run._origins.pop()._replace(log_probs=lambda: false))
+        last = run._origins._last
+        last.append(last.pop()._replace(log_probs=lambda: false))
         run.update(replace(fresh, log_probs=false)).result(60)
 
 
