@@ -28,8 +28,9 @@ This is GRPO, from [recipes/grpo.py](../recipes/grpo.py):
 
 Each verb returns a `Result` at once. `result()` waits for its value, `await` too, and other verbs take a result in
 the place of the value. Sampling, rewards and evaluation work on one thread, the models on another, each in the order
-of submission; `sync` waits for both. An error whose result nobody reads is raised by the next verb. `with` finishes the
-work, writes the report and frees the memory at the end; without it, call `run.close()`. A process may have several runs.
+of submission; `sync` waits for both. An error whose result nobody reads is raised by the first verb that is called after
+it. `with` finishes the work, writes the report and frees the memory at the end; without it, call `run.close()`. A process
+may have several runs.
 
 Prompts come from `run.prompts`: a path, a name on the hub, a `datasets.Dataset`, or a list of rows, texts or
 conversations, with the columns and the template of the flags `data.*`. `run.sample` also takes texts, as they are.
@@ -117,7 +118,7 @@ def text_of(found: Any) -> str:
 
 def page() -> str:
     """Returns the page as text."""
-    head = HEAD.format(example=EXAMPLE.read_text().partition("import sys\n")[2].strip())
+    head = HEAD.format(example=EXAMPLE.read_text().partition('"""\n\n')[2].strip())
     return "\n".join([head, "## Names", "", *map(section, sorted(PUBLIC, key=lambda n: (n != "Run", n)))])
 
 

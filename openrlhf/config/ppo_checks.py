@@ -618,7 +618,7 @@ def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             "--actor.eps_clip_low_high 3e-4 4e-4",
         )
     if not loss.dual_clip and actor.dual_clip is not None:
-        text = f"{name} already bounds the loss for every advantage; use --actor.eps_clip_low_high instead"
+        text = f"the loss {name} does not read it; remove it, or bound the ratio by --actor.eps_clip_low_high"
         yield Problem("actor.dual_clip", text)
 
 

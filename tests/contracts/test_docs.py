@@ -265,6 +265,7 @@ def test_reference_of_flags_is_current() -> None:
 def test_the_page_of_the_api_is_current() -> None:
     made = runpy.run_path(str(ROOT / "tools" / "api_page.py"))["page"]()
     assert (ROOT / "docs" / "api.md").read_text() == made
+    assert "```python\nimport sys\n" in made  # the example is a whole program
 
 
 def test_the_glossary_names_what_there_is() -> None:
