@@ -4,6 +4,7 @@
 """
 
 from openrlhf.agents.base import AgentExecutorBase
+from openrlhf.utils import grade_response
 
 CHECK = "\nCheck this. Answer: "
 
@@ -21,7 +22,7 @@ class AgentExecutor(AgentExecutorBase):
             answers.append(output.text)
             ranges.append((len(tokens), len(tokens) + len(output.token_ids)))
             tokens = [*tokens, *output.token_ids, *feedback]
-        first, second = (float(str(label) in answer) for answer in answers)
+        first, second = (float(grade_response(answer, str(label))) for answer in answers)
         return {
             "prompt": prompt,
             "label": label,

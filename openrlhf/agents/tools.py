@@ -7,7 +7,7 @@ An agent with one tool, the function `add`:
             super().__init__([add])
 
         async def reward(self, prompt, label, messages):
-            return float(label in (messages[-1]["content"] or ""))
+            return float(messages[-1]["content"] == str(label))
 """
 
 import asyncio

@@ -21,11 +21,11 @@ TOKENIZER = tiny_tokenizer()
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_a_block_is_an_agent(block: str, tmp_path: Path) -> None:
-    """The policy answers wrongly once, then rightly."""
+    """The policy answers wrongly once, with digits of the label, then rightly."""
     if "Sandbox" in block and not CAN_ISOLATE:
         pytest.skip("unshare: nobody makes namespaces on this machine")
     (path := tmp_path / "agent.py").write_text(block)
-    answers = [TOKENIZER(f"{n}<|end|>", add_special_tokens=False)["input_ids"] for n in (3, 7)]
+    answers = [TOKENIZER(f"{n}<|end|>", add_special_tokens=False)["input_ids"] for n in (17, 7)]
 
     async def play():
         executor = await UserExecutor.load(str(path), AgentSetting(tokenizer=TOKENIZER))
@@ -35,4 +35,4 @@ def test_a_block_is_an_agent(block: str, tmp_path: Path) -> None:
 
     for t in asyncio.run(play()).trajectories:
         assert t.ok, t.error
-        assert t.num_actions
+        assert t.num_actions and t.reward == (len(t.turn_starts) > 1)
