@@ -46,7 +46,8 @@ class OptimizerState:
         for key, tensor in ({} if self.on_host else self._tensors()).items():
             pieces = tensor.detach().view(-1).split(PIECE)
             if key not in self._host:
-                self._host[key] = [_host_tensor(piece) for piece in pieces]
+                about = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
+                self._host[key] = [torch.empty_like(piece, **about) for piece in pieces]
             for piece, copy in zip(pieces, self._host[key], strict=True):
                 copy.copy_(piece, non_blocking=True)
             self._offloaded.append((tensor, tensor.shape, self._host[key]))
@@ -94,7 +95,3 @@ class OptimizerState:
             state = zero.optimizer.state.get(master, {})
             found |= {(i, name): value for name, value in state.items() if isinstance(value, Tensor)}
         return found
-
-
-def _host_tensor(like: Tensor) -> Tensor:
-    return torch.empty_like(like, device="cpu", pin_memory=DEVICE_TYPE == "cuda")
