@@ -168,9 +168,10 @@ def test_a_wrong_line_of_a_pipe_ends_the_questions(
 )
 @pytest.mark.few(6)
 def test_named_algorithms_are_those_of_the_documentation(
-    algorithm: named_algorithms.Algorithm, gpus: int
+    algorithm: named_algorithms.Algorithm, gpus: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     init.main(flags(algorithm.name, gpus=gpus))
+    assert "has no effect" not in "".join(capsys.readouterr())
     asked, values = dict(algorithm.settings), read("rl", gpus)
     if algorithm.overlong_buffer:
         asked["reward.overlong_buffer_len"] = 768 if gpus else 64
