@@ -43,7 +43,7 @@ def plain_learning_rate(optim: OptimConfig, step: int, total_steps: int) -> floa
         share = (step + 1) / warmup
     elif name in floors:
         left = 1 - (step + 1 - warmup) / (total_steps + 1 - warmup)
-        left = left if name == "linear" else (1 - math.cos(math.pi * left)) / 2
+        left = max(left, 0.0) if name == "linear" else (1 - math.cos(math.pi * left)) / 2
         share = floors[name] + (1 - floors[name]) * left
     else:
         share = 1.0

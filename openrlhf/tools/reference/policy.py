@@ -164,7 +164,7 @@ def _gated(advantage: AdvantageConfig, gap: Tensor, anchor: Tensor, sampler: Ten
 
 
 def _correction(advantage: AdvantageConfig, gap: Tensor) -> Tensor:
-    weights, (low, high) = gap.exp(), advantage.is_correction_threshold
+    weights, (low, high) = gap.exp(), advantage.correction_bounds
     if advantage.is_correction_type == "icepop":
         return torch.where((weights < low) | (weights > high), 0.0, weights)
     lowest, highest = advantage.is_correction_sequence_threshold or (low, high)

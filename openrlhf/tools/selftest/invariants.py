@@ -108,7 +108,7 @@ def check_lengths(trajectories: Iterable[Trajectory], longest: int | None, step:
     """Checks that no answer has more than `longest` actions. None: no limit."""
     for t in trajectories:
         if longest is not None and t.num_actions > longest:
-            causes = "The engine got another limit than --rollout.max_new_tokens."
+            causes = "The engine got another limit than that of the flags."
             quantity = f"the number of tokens of sample {t.sample_index} of prompt {t.prompt.prompt_id}"
             raise broken(step, quantity, t.num_actions, f"at most {longest}", causes)
 

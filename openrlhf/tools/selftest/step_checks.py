@@ -110,7 +110,8 @@ class StepChecks(Hook):
     def evaluated(self, evaluation: Evaluation) -> None:
         config, samples, step = self.config, evaluation.samples, evaluation.step
         check_samples(samples, config.eval.n_samples_per_prompt, step, is_random=False)
-        check_lengths(samples, config.action_limit, step)
+        longest = config.action_limit and (config.eval.max_new_tokens or config.action_limit)
+        check_lengths(samples, longest, step)
         check_evaluated(samples, evaluation.version, step)
         if step <= config.train.verify_steps > 0:
             check_evaluation(evaluation.metrics, samples, step)

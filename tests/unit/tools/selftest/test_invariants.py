@@ -1,6 +1,7 @@
 """Quantities of a step that must have one value, and the second computation of its first steps."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from openrlhf.algorithms.preference.reward_model import pairwise_loss
 from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.config.choices import LR_SCHEDULERS
+from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import ActorConfig, PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.mesh import Mesh
@@ -27,7 +29,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
-from openrlhf.observability.hooks.base import Step
+from openrlhf.observability.hooks.base import Evaluation, Step
 from openrlhf.rows import LossNorm, PackedRow, Pair, PairRow, UnpairedExample, UnpairedRow
 from openrlhf.tools.reference.objectives import plain_dpo, plain_kto, plain_learning_rate, plain_rm
 from openrlhf.tools.selftest.invariants import (
@@ -127,6 +129,16 @@ def test_no_answer_is_longer_than_its_limit() -> None:
         check_lengths(samples, 2, step=1)
 
 
+def test_an_evaluation_has_its_own_limit() -> None:
+    flags = {"rollout.max_new_tokens": 2, "eval.max_new_tokens": 3, "eval.n_samples_per_prompt": 2}
+    checks = StepChecks(config=with_values(PPOConfig(), flags))
+    for actions, is_refused in (([3, 4, 5], False), ([3, 4, 5, 6], True)):
+        samples = group(actions=actions, versions=[0] * len(actions))
+        evaluation = Evaluation(step=2, version=0, samples=samples, metrics={})
+        with broken() if is_refused else nullcontext():
+            checks.evaluated(evaluation)
+
+
 def test_evaluations_sample_with_the_current_weights() -> None:
     samples = group(actions=[3, 4, 5], versions=[2, 2, 2])
     check_evaluated(samples, 2, step=2)
@@ -177,7 +189,7 @@ def test_plain_learning_rates_are_those_of_the_schedule(name: str, warmup: float
     for total in (1, 2, 33, 34):
         optim = OptimConfig(lr_scheduler=name, lr_warmup_ratio=warmup, adam=AdamConfig(lr=0.5))
         shape = lr_schedule(optim, total)
-        for step in range(total):
+        for step in range(total + 2):  # a loop of one's own may take more
             found = plain_learning_rate(optim, step, total)
             if name in ("linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"):
                 assert found == pytest.approx(0.5 * shape(step), rel=1e-9)

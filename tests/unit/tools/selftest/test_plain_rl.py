@@ -393,6 +393,8 @@ GATES = [
     for gating, bounds in (("ratio", (0.8, 1.2)), ("ratio", (1.1,)), ("binary_kl", (0.01,)), ("tv", (0.05,)))
 ]
 GATES.append({"is_correction_level": "token", "is_correction_mode": "clip"})
+UPPER = {"is_correction_level": "off", "is_correction_threshold": (1.1,)}
+GATES += [{"correction": name} | UPPER for name in CORRECTIONS if name]
 KLS = {
     "in the reward": KLConfig(),
     "to the sampler": KLConfig(use_loss=True, estimator="k3", ref="rollout"),
