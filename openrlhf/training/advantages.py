@@ -1,5 +1,6 @@
 """Advantages and returns of a step's actions."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,7 +44,7 @@ def compute_advantages(
     estimator.advantages -> whitening over all actions
 
     If rewards of turns are known and the estimator discounts, each turn's reward is placed at the turn's last
-    action, and the remainder of the episode's reward at the last action of the episode.
+    action, and what remains of the episode's reward at the last action of a sequence.
 
     `kl_coef`: the KL controller's coefficient. `max_new_tokens`: the length limit of the overlong penalty.
     `teacher_coef`: the weight of the reward log p_teacher - log p of each action, with a teacher. This reward
@@ -61,16 +62,16 @@ def compute_advantages(
     clipped = in_range[step.episodes]
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, as_tensor(batch.teacher_log_probs), torch.sub)
-    turn_rewards = rewards_of_earlier_turns(samples) if estimator.discounts else None
-    if turn_rewards is not None:
-        clipped = clipped - torch.tensor([float(part.sum()) for part in turn_rewards.split(counts.tolist())])
+    of_turns = rewards_of_earlier_turns(samples) if estimator.discounts else None
+    if of_turns is not None:
+        clipped = clipped - of_turns[1]
     coef: float | Tensor = 0.0 if algo.kl.use_loss else kl_coef
     if own := tasks.get("kl_coef"):
         coef = torch.tensor([own.get(t.prompt.source, kl_coef) for t in samples]).repeat_interleave(counts)
     penalised = torch.zeros(int(counts.sum())) if kl is None else kl
     per_action = token_rewards(clipped, penalised, counts, coef)
-    if turn_rewards is not None:
-        per_action = per_action + turn_rewards
+    if of_turns is not None:
+        per_action = per_action + of_turns[0]
     if to_teacher is not None:
         per_action = per_action - teacher_coef * to_teacher
     advantages, returns = (x.to(per_action.dtype) for x in estimator.advantages(per_action, step))
@@ -115,18 +116,21 @@ SHAPING = ("estimator", "kl_coef", *PENALTIES)
 """Keys of a task that decide how its rewards become advantages."""
 
 
-def rewards_of_earlier_turns(samples: Sequence[Trajectory]) -> Tensor | None:
-    """Returns (A,): the reward of each turn, except a sequence's last turn, at the turn's last action; 0 at
-    all other actions. None if no trajectory has rewards of several turns."""
-    if not any(len(t.turn_rewards) > 1 for t in samples):
+def rewards_of_earlier_turns(samples: Sequence[Trajectory]) -> tuple[Tensor, Tensor] | None:
+    """Returns (A,) the reward of each turn, except a sequence's last turn, at the turn's last action, 0 at
+    all other actions; and (B,) the sum of the episode's rewards before a sequence's last turn, also in
+    earlier sequences. None if no trajectory has rewards of turns."""
+    if not any(len(t.turn_rewards) for t in samples):
         return None
-    rows = []
+    rows, sums, of_episodes = [], [], Counter[tuple]()
     for t in samples:
         rows.append(row := torch.zeros(t.num_actions))
         # number of actions before each turn, except the first
         before = t.action_mask.cumsum()[t.turn_starts[1:] - 1]
         row[before - 1] = torch.from_numpy(t.turn_rewards[:-1].copy()) if len(t.turn_rewards) else 0.0
-    return torch.cat(rows)
+        sums.append(of_episodes[t.sample] + float(row.sum()))
+        of_episodes[t.sample] += float(t.turn_rewards.sum())
+    return torch.cat(rows), torch.tensor(sums)
 
 
 def log_prob_metrics(batch: Batch, estimator: str, kl: Tensor | None = None) -> Metrics:

@@ -1,5 +1,6 @@
 """Advantages and returns of RL, one episode and one sequence at a time in float64."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
@@ -62,6 +63,7 @@ def plain_advantages(
         return None
     shaped = _shaped(groups, names, reward)
     found, returns = np.zeros((2, len(batch.rollout_log_probs)))
+    spent = Counter[tuple]()  # the rewards of an episode's turns in earlier sequences
     for t, part in zip(trajectories, parts, strict=True):
         if part.start == part.stop:
             continue
@@ -74,11 +76,12 @@ def plain_advantages(
             log_ratio = batch.log_probs[part].astype(np.float64) - batch.teacher_log_probs[part]
             rewards -= teacher_coef * log_ratio
         rewards[-1] += shaped[t.sample]
-        if name in DISCOUNTED and len(t.turn_rewards) > 1:
+        if name in DISCOUNTED and len(t.turn_rewards):
             ends_of_turns = t.action_mask.cumsum()[t.turn_starts[1:] - 1] - 1
             earlier = t.turn_rewards[:-1].astype(np.float64)
             rewards[ends_of_turns] += earlier
-            rewards[-1] -= earlier.sum()
+            rewards[-1] -= earlier.sum() + spent[t.sample]
+            spent[t.sample] += float(t.turn_rewards.sum(dtype=np.float64))
         if name == "gae":
             values = not_none(batch.values)[part].astype(np.float64)
             rewards += gamma * np.append(values[1:], 0.0) - values

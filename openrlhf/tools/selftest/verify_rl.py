@@ -71,8 +71,9 @@ SYNTHETIC = (
     MadeUp(1, 2, 0.25, 7, turn_rewards=(0.5, -1.0, 0.75)),
     MadeUp(0, 2, -3.0, 0),
     MadeUp(2, 2, 0.9, 1),
-    MadeUp(0, 3, 0.0, 4),  # an episode in two sequences: the last one has its reward and its ending
-    MadeUp(0, 3, 0.5, 2, is_truncated=True),
+    # an episode in two sequences: the last one has its reward and its ending
+    MadeUp(0, 3, 0.0, 4, turn_rewards=(1.25, -0.5)),
+    MadeUp(0, 3, 0.5, 2, is_truncated=True, turn_rewards=(0.25,)),
     MadeUp(1, 3, -1.25, 3),
     MadeUp(4, 1, -0.5, 3),
 )

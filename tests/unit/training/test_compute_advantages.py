@@ -454,6 +454,13 @@ def test_the_rest_of_a_reward_is_earned_by_the_last_action():
     credit, metrics = assign(samples, estimator="reinforce")
     assert [c.returns.tolist() for c in credit] == [[5, 5, 4], [2, 2, 2]]
     assert metrics["reward/return_mean"] == 3.5
+    mask = [False, True, False, True]  # an episode in two sequences, whose turns earn 1, 2, 4 and the rest 3
+    parts = [
+        trajectory(10.0, 2, mask=mask, sample_index=0, turn_starts=[1, 3], turn_rewards=[1, 2]),
+        trajectory(10.0, 1, sample_index=0, part=1, turn_starts=[1], turn_rewards=[4]),
+    ]
+    credit, _ = assign(parts, estimator="reinforce")
+    assert [c.returns.tolist() for c in credit] == [[10, 9], [7]]
 
 
 def known(estimator: str) -> dict:
