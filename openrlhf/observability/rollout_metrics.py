@@ -121,14 +121,14 @@ def _nuclei(finished: Sequence[Trajectory]) -> Metrics:
 def _duplicates(finished: Sequence[Trajectory], actions: Sequence[np.ndarray]) -> Metrics:
     """Returns the fraction of duplicates among all but the first samples of each group. A duplicate has the
     same actions as an earlier sample of its group: 0 if all differ, 1 if all are equal."""
-    groups: dict[tuple[int, int], list[bytes]] = defaultdict(list)
+    answers: list[tuple[tuple[int, int], bytes]] = []
     for t, own in zip(finished, actions, strict=True):
-        groups[t.group].append(own.tobytes())
-    with_earlier = sum(len(answers) - 1 for answers in groups.values())
+        before = answers.pop()[1] if answers and not t.is_first else b""
+        answers.append((t.group, before + own.tobytes()))
+    with_earlier = len(answers) - len({group for group, _ in answers})
     if not with_earlier:
         return {}
-    repeated = sum(len(answers) - len(set(answers)) for answers in groups.values())
-    return {"rollout/duplicate_ratio": repeated / with_earlier}
+    return {"rollout/duplicate_ratio": (len(answers) - len(set(answers))) / with_earlier}
 
 
 def _repetition(actions: Sequence[np.ndarray]) -> Metrics:

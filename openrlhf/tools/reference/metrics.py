@@ -25,12 +25,17 @@ def plain_rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> M
     rewards = [not_none(t.reward) for t in episodes]
     ages = [(version - v, n) for t in finished for v, n in t.weight_versions.tolist()]
     num_actions = sum(n for _, n in ages)
+    answers: list[tuple[tuple, list[int]]] = []
     groups: dict[tuple, list[list[int]]] = defaultdict(list)
     repeated = others = 0
     for t in finished:
-        repeated += t.action_ids.tolist() in groups[t.group]
-        others += bool(groups[t.group])
-        groups[t.group].append(t.action_ids.tolist())
+        if t.part == 0:
+            answers.append((t.group, []))
+        answers[-1][1].extend(t.action_ids.tolist())
+    for group, answer in answers:
+        repeated += answer in groups[group]
+        others += bool(groups[group])
+        groups[group].append(answer)
     metrics = {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),

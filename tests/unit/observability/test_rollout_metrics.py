@@ -142,6 +142,8 @@ def test_only_samples_of_the_same_prompt_and_episode_repeat_each_other():
     # one more prompt in two of the groups: it repeats in one and differs in the other
     more = [trajectory(prompt_id=1), trajectory(epoch=1, actions=(9,))]
     assert rollout_metrics(apart + more, 3)["rollout/duplicate_ratio"] == 0.5
+    parts = [trajectory(actions=(a,), sample_index=a, part=part) for a in (2, 3) for part in range(3)]
+    assert rollout_metrics(parts, 3)["rollout/duplicate_ratio"] == 0
 
 
 def test_what_an_answer_said_before_is_repetition():
