@@ -24,7 +24,7 @@ from openrlhf.rewards.models import add_model_rewards, read_by_models, short_nam
 from openrlhf.training.schedule import mean_metrics
 from openrlhf.training.trained_worker import CriticWorker, Learned, Loss, PolicyWorker, TrainedWorker
 from openrlhf.training.worker import FrozenWorker, RewardWorker, Worker
-from openrlhf.types import Batch, Metrics, PromptGroup, Schedule, Trajectory, Updated
+from openrlhf.types import Batch, Metrics, PromptGroup, Schedule, Updated
 from openrlhf.user_file import UserFiles
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
@@ -134,17 +134,18 @@ class RewardRanks(RankGroup[RewardWorker]):
         for sequences, rows in zip(ranks, self.select_leaders(results(refs)), strict=True):
             scores |= dict(zip(sequences, rows, strict=True))
         in_order = (scores[i] for i in range(len(read)))
-        return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
+        return [self._add(group, in_order) for group in groups]
 
-    def _add(self, trajectories: Sequence[Trajectory], scores: Iterator[np.ndarray]) -> list[Trajectory]:
-        reward = self.config.reward
-        return add_model_rewards(
-            trajectories,
-            [next(scores) for _ in read_by_models(trajectories)],
+    def _add(self, group: PromptGroup, scores: Iterator[np.ndarray]) -> PromptGroup:
+        reward, of_tasks = self.config.reward, self.config.task_values("reward")
+        scored = add_model_rewards(
+            group.trajectories,
+            [next(scores) for _ in read_by_models(group.trajectories)],
             names=short_names(reward.models),
             weights=reward.model_weights or [1.0] * len(reward.models),
-            has_function=bool(reward.urls),
+            has_function=bool(reward.urls) or group.prompt.source in of_tasks,
         )
+        return replace(group, trajectories=scored)
 
 
 class TrainedRanks(RankGroup[TrainedT]):

@@ -159,7 +159,8 @@ def check_tasks(config: PPOConfig, prompts: Sequence[Prompt], eval_prompts: Sequ
             text = f"{counted(count, 'prompt')} with the datasource {source} would never be sampled.\n"
             text += f"Set --tasks.{source}.quota, or leave them out of the dataset."
             raise UsageError(ErrorCode.MISSING_FLAG, text, flag=f"--tasks.{source}.quota")
-        if not (config.for_source(source).has_rewards or config.uses_teacher):
+        needs_scores = source in held_out or config.algo.dynamic_filtering_enable or not config.uses_teacher
+        if needs_scores and not config.for_source(source).has_rewards:
             text = f"{counted(count, 'prompt')} with the datasource {source} have no reward source.\n"
             text += f"Set --tasks.{source}.reward, or --reward.remote_url for all tasks without one."
             raise UsageError(ErrorCode.MISSING_FLAG, text, flag=f"--tasks.{source}.reward")

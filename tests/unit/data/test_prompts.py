@@ -351,11 +351,18 @@ def test_tasks_are_the_datasets_of_a_list_or_the_sources_of_rows(model_folder, t
             "--tasks.open_code.reward",
             "1 prompt with the datasource open_code have no reward source",
         ),
+        (  # a teacher trains on samples without rewards, and scores none
+            {f"{name}.reward": "http://own/reward" for name in ("math", "chat", "open_code")},
+            {"reward.remote_url": None, "teacher.model_name_or_path": "of the policy"},
+            "--tasks.held_out.reward",
+            "1 prompt with the datasource held_out have no reward source",
+        ),
     ],
 )
 def test_a_source_without_a_task_and_a_task_without_prompts_are_named(
     model_folder, tmp_path, tasks, changes, flag, told
 ):
+    changes = {k: str(model_folder) if k.startswith("teacher") else v for k, v in changes.items()}
     with pytest.raises(UsageError) as refused_:
         build_prompt_datasets(task_config(model_folder, tmp_path, tasks, **changes))
     assert refused_.value.flag == flag and told in refused_.value.text

@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers_of_users import llama_2_style
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.config.ppo import AlgoConfig, RewardConfig
+from openrlhf.cluster.rank_groups import RewardRanks
+from openrlhf.config.fields import with_values
+from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode
@@ -30,7 +33,7 @@ from openrlhf.rewards.models import (
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.training.advantages import step_view
 from openrlhf.training.evaluate import evaluation_metrics
-from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
+from openrlhf.types import Batch, Image, Outcome, Prompt, PromptGroup, Trajectory
 from openrlhf.utils import decode
 
 PROMPT, ANSWER = "<|user|>How many?<|end|><|assistant|>", "3 apples"
@@ -219,6 +222,16 @@ def test_a_reward_function_keeps_the_last_word_on_the_score():
         [trajectory(1.0, score=0.25)], [np.array([2.0])], names=["rm"], weights=[0.5], has_function=True
     )
     assert (t.reward, t.score) == (2, 0.25)
+
+
+@pytest.mark.parametrize(("source", "score"), [("math", 0.25), ("chat", 1.25)])
+def test_a_task_with_a_function_of_its_own_keeps_its_scores(source, score):
+    own = {"tasks.math.reward": "http://own/reward", "reward.model_weights": (0.5,)}
+    ranks = SimpleNamespace(config=with_values(PPOConfig(), own | {"reward.model_name_or_path": "rm"}))
+    sample = trajectory(1.0, score=0.25)
+    group = PromptGroup(prompt=replace(sample.prompt, source=source), trajectories=[sample])
+    (t,) = RewardRanks._add(ranks, group, iter([np.array([2.0])])).trajectories
+    assert (t.reward, t.score) == (2, score)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
