@@ -336,6 +336,18 @@ def _corrects(config: PPOConfig) -> bool:
     return advantage.corrects or advantage.proximal.is_sampler or advantage.score_centering_top_k > 0
 
 
+def sampler_readers(config: PPOConfig) -> list[str]:
+    """Returns the flags by which the loss reads the log-probs of the sampled tokens in the sampler."""
+    advantage, kl = config.algo.advantage, config.algo.kl
+    reads = {
+        "algo.advantage.is_correction_enable": advantage.is_correction_enable,
+        "algo.advantage.is_correction_level": advantage.is_correction_level != "off",
+        "algo.advantage.proximal_policy": not advantage.proximal.needs_forward,
+        "algo.kl.ref": kl.init_coef > 0 and kl.ref == "rollout",
+    }
+    return [key for key, is_so in reads.items() if is_so]
+
+
 def _sends_adapters(config: PPOConfig) -> bool:
     return config.vllm.lora_sync == "adapter" and config.ds.lora.rank > 0
 
@@ -350,14 +362,18 @@ def _sources(c: PPOConfig) -> Iterator[Problem]:
     if weights is not None and reward.models and len(weights) != len(reward.models):
         text = f"has {len(weights)} weights for {len(reward.models)} reward models; give one for each"
         yield Problem("reward.model_weights", text)
-    if (reward.overlong_buffer_len or 0) > c.longest_response:
-        limit = "rollout.max_new_tokens" if c.rollout.max_new_tokens else "data.max_len"
-        text = f"is more than {limit} {c.longest_response}; use at most {c.longest_response}"
-        yield Problem("reward.overlong_buffer_len", text)
-    if c.agents and c.rollout.max_new_tokens and reward.overlong_buffer_len is not None:
-        limit = f"rollout.max_new_tokens {c.rollout.max_new_tokens} is the limit of one answer"
-        text = f"counts all answers of an episode, and {limit}: longer episodes have the whole penalty"
-        yield remark("reward.overlong_buffer_len", text)
+    buffers = {"reward": reward.overlong_buffer_len} | {
+        f"tasks.{task}": length for task, length in c.task_values("overlong_buffer_len").items()
+    }
+    for key, length in ((f"{of}.overlong_buffer_len", n) for of, n in buffers.items() if n is not None):
+        if length > c.longest_response:
+            limit = "rollout.max_new_tokens" if c.rollout.max_new_tokens else "data.max_len"
+            text = f"is more than {limit} {c.longest_response}; use at most {c.longest_response}"
+            yield Problem(key, text)
+        if c.agents and c.rollout.max_new_tokens:
+            limit = f"rollout.max_new_tokens {c.rollout.max_new_tokens} is the limit of one answer"
+            text = f"counts all answers of an episode, and {limit}: longer episodes have the whole penalty"
+            yield remark(key, text)
     if algo.advantage.traits.needs_group and samples == 1:
         text = f"estimator {estimator} compares the samples of a prompt; a single one always has advantage 0"
         yield remark("rollout.n_samples_per_prompt", f"{text}. Use 2 or more, or estimator reinforce")

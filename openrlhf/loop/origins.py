@@ -58,4 +58,4 @@ class Origins:
             if origin.actions is not None and origin.actions() is batch.rollout_log_probs:
                 return origin
         last = self._last[-1] if self._last else Origin(num_changes=num_changes)
-        return last._replace(log_probs=None, num_sampled=len(batch))
+        return last._replace(log_probs=None, num_sampled=len(batch), num_finished=len(batch))

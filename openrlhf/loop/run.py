@@ -38,7 +38,7 @@ from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.start import check_output, check_places, find_grace
 from openrlhf.config.checks import folder_problem
 from openrlhf.config.fields import with_values
-from openrlhf.config.ppo_checks import SAME_ANSWER, log_prob_needs
+from openrlhf.config.ppo_checks import SAME_ANSWER, log_prob_needs, sampler_readers
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, UsageError, notify, notify_once
@@ -520,8 +520,10 @@ class Run:
             given = as_advantages(advantages, len(batch.rollout_log_probs))
             return replace(batch, advantages=given, returns=given), {}
         algo = self.config.algo
-        estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(algo.options)
-        arguments = advantage_arguments(self.config, self.kl.coef)
+        estimator, arguments = self._estimator, advantage_arguments(self.config, self.kl.coef)
+        if advantages is not None:
+            estimator = ESTIMATORS[advantages].of(algo.options)
+            arguments["tasks"] = arguments["tasks"] | {"estimator": {}}
         return compute_advantages(batch, finished, estimator=estimator, **arguments)
 
     def _backward(self, batches: Sequence[Batch], losses: Sequence[Any]) -> Metrics:
@@ -534,13 +536,20 @@ class Run:
                 batch, metrics = replace(batch, advantages=gradient, returns=gradient), metrics | own
                 loss = GivenGradient(temperature=self.config.rollout.temperature)
             else:
-                self._check_ratio(batch)
+                self._check_log_probs(batch)
             pairs.append((batch, loss))
         self._has_gradient = True
         return self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result() | metrics
 
-    def _check_ratio(self, batch: Batch, num_updates: int = 1) -> None:
-        """Raises UsageError if the first or a later one of these optimizer steps has no ratio."""
+    def _check_log_probs(self, batch: Batch, num_updates: int = 1) -> None:
+        """Raises UsageError if the first or a later one of these optimizer steps has no ratio, or if the loss
+        reads log-probs of a sampler, which given answers have not."""
+        if (flags := sampler_readers(self.config)) and np.isnan(batch.rollout_log_probs).any():
+            text = (
+                "reads the log-probs of the sampler, and nothing sampled the given answers of this batch.\n"
+                "Leave it out, or set them: replace(batch, rollout_log_probs=batch.log_probs)."
+            )
+            raise UsageError(ErrorCode.CONFLICT, text, flag=f"--{flags[0]}")
         is_read = batch.log_probs is None and self.config.algo.advantage.proximal.needs_forward
         made_after = self._origins.of(batch, self._num_changes).num_changes
         if is_read and made_after + 1 < self._num_changes + num_updates:
@@ -558,7 +567,7 @@ class Run:
             model: build_schedule(self.config, model, *arguments, routed=model is policy)
             for model in filter(None, (self._roles.critic, policy))
         }
-        self._check_ratio(batch, len(schedules[policy]))
+        self._check_log_probs(batch, len(schedules[policy]))
         is_fresh = origin.has_log_probs_of(batch) and origin.num_changes == self._num_changes
         self._change()
         for model, schedule in schedules.items():

@@ -32,6 +32,6 @@ def scored(groups: Sequence[PromptGroup], reward: RewardFunc, decode: Callable) 
             return t
         own = rewards[t.sample]
         logs = {"extra_logs": own.extra_logs, "extra_texts": own.extra_texts}
-        return replace(t, reward=own.reward, score=own.score, **logs)
+        return replace(t, reward=own.reward, score=own.score, turn_rewards=t.turn_rewards[:0], **logs)
 
     return [replace(group, trajectories=[with_reward(t) for t in group.trajectories]) for group in groups]

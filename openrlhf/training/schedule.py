@@ -106,7 +106,8 @@ def build_schedule(
     """Returns the schedule of `train.max_epochs` passes of a model over the sequences `trained_on`. Each
     model has its own random order. `num_sampled`: number of samples, with failed ones. `groups`: see
     `training_schedule`. `routed`: whether the model replays the batch's routing of experts."""
-    token_ids, batches = None, num_batches(num_sampled, config.samples_per_update)
+    token_ids = None
+    batches = 1 if config.train.force_on_policy else num_batches(num_sampled, config.train.batch_size)
     if config.ds.share_prefixes != "false":
         routing = batch.routing if routed else None
         token_ids = identities(batch.token_ids, batch.lengths, images=batch.images, routing=routing)

@@ -529,6 +529,10 @@ def test_given_answers_are_those_that_supervised_training_learns(start, model, t
     mixed = run.batch([*groups, *run.sample(QUESTIONS[:1]).result(60)])
     mixed.result(60)
     assert run._measured[-1]["mismatch/abs_diff_max"] < 1e-4, "of the tokens that it sampled"
+    run.config = with_values(run.config, {"algo.advantage.is_correction_enable": True})
+    with refused(ErrorCode.CONFLICT, flag="--algo.advantage.is_correction_enable"):
+        run.update(batch).result(60)
+    run.update(replace(batch, rollout_log_probs=log_probs)).result(60)
 
 
 def test_a_run_on_a_cluster_has_the_defaults_of_the_command(model, tmp_path):
@@ -602,6 +606,20 @@ def test_the_kl_coefficient_adapts_by_episodes(start):
     assert run._roles.policy.workers[0].worker.model.steps == 1  # a batch of 6 episodes, in 12 sequences
     expected = KLController(coef=0.1, target=0.5, horizon=100).update(0.0, 6)  # 3 questions, 2 answers each
     assert run.kl.coef == pytest.approx(expected.coef, rel=1e-6)
+    run.update(batch.result(60).select(range(4))).result(60)
+    assert run.kl.coef == pytest.approx(expected.update(0.0, 4).coef, rel=1e-6)
+
+
+def test_what_a_loop_passes_counts_in_place_of_turns_and_tasks(start):
+    """Rewards of turns are no part of another reward, and an estimator is that of all samples."""
+    run = start(**{"tasks.default.estimator": "rloo"})
+    (group,) = run.sample(QUESTIONS[:1], n=2).result(60)
+    earned = [replace(t, turn_rewards=np.ones(1, np.float32)) for t in group.trajectories]
+    (group,) = run.reward([replace(group, trajectories=earned)], lambda *_: [0.0, 1.0]).result(60)
+    assert [len(t.turn_rewards) for t in group.trajectories] == [0, 0]
+    for estimator, size in ((None, 1.0), ("dr_grpo", 0.5)):
+        batch = run.batch([group], advantages=estimator).result(60)
+        assert np.abs(batch.advantages) == pytest.approx(size)
 
 
 def test_a_batch_that_cannot_be_trained_on_is_refused(start):

@@ -64,10 +64,12 @@ def test_a_step_on_policy_is_one_optimizer_step(forced, updates, of_run):
     )
     assert config.updates_per_step == updates
     assert num_updates(config, 20) == of_run
-    batch = batch_of([trajectory(0.0, [2, 3])] * 16)
     model = SimpleNamespace(data_parallel_size=2, num_updates=0)
-    schedule = build_schedule(config, model, batch, range(16), 16, routed=False)
-    assert [sum(map(len, ranks)) for ranks in schedule] == [16 // updates] * updates
+    for size in (16, 48):  # a loop of one's own has batches of any size
+        batch = batch_of([trajectory(0.0, [2, 3])] * size)
+        schedule = build_schedule(config, model, batch, range(size), size, routed=False)
+        steps = 1 if forced else size // 4
+        assert [sum(map(len, ranks)) for ranks in schedule] == [size // steps] * steps
 
 
 def test_failed_samples_make_batches_smaller_not_fewer():
