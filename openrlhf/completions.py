@@ -72,9 +72,12 @@ class SamplingParams:
     @classmethod
     def of(cls, given: Any) -> "SamplingParams":
         """Returns `given`, or a copy of vLLM's own record. Fields that only vLLM has are copied unless they
-        are at their defaults."""
+        are at their defaults. Raises TypeError for anything else."""
         if isinstance(given, cls):
             return given
+        if not hasattr(given, "__struct_fields__"):
+            text = f"sampling_params is the {type(given).__name__} {given!r}, not SamplingParams"
+            raise TypeError(f"{text}: change and return those that the agent received")
         plain, names = type(given)(), {f.name for f in fields(cls)}
         found = cls()
         for name in given.__struct_fields__:

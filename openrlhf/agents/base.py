@@ -256,7 +256,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                     steps, truncated=answer.finish_reason == "length" if cut is None else bool(cut)
                 )
             history.read(step)
-            sampling_params = step.get("sampling_params") or sampling_params
+            sampling_params = SamplingParams.of(step.get("sampling_params") or sampling_params)
             if sampling_params.max_tokens != asked:  # equal: the step returned the params that it received
                 limit = sampling_params.max_tokens
 
@@ -352,6 +352,9 @@ def _get(result: Any, key: str, method: str, kind: type | None = None) -> Any:
         value = None
     if kind and not isinstance(value, kind):
         raise TypeError(f"{method} returned {key} {result[key]!r}, not a {kind.__name__}")
+    if kind is str and value != (shown := value.encode(errors="replace").decode()):
+        text = f"{method} returned {key} with a half of a character, shown as ?: {shown[:80]!r}"
+        raise ValueError(f"{text}. Decode bytes with errors='replace'")
     return value
 
 

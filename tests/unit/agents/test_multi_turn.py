@@ -266,6 +266,14 @@ def agent(tmp_path: Path, step: str, more: str = "") -> Path:
         ),
         ("return {'done': False, 'rewards': 1, 'observation': 3}", "step returned observation 3, not a str"),
         ("return {'done': True, 'rewards': 1, 'extra_logs': 3}", "step returned extra_logs 3, not a dict"),
+        (
+            "return {'done': False, 'rewards': 1, 'environment_feedback': 'No \\ud800'}",
+            "step returned environment_feedback with a half of a character, shown as ?: 'No ?'",
+        ),
+        (
+            "return {'done': False, 'rewards': 1, 'environment_feedback': '', 'sampling_params': {'n': 1}}",
+            "sampling_params is the dict {'n': 1}, not SamplingParams",
+        ),
         ("return states['nothing']", "line 5: KeyError: 'nothing'"),
         ("return {'done': False, 'rewards': 1, 'observation': ''}", "got no prompt tokens"),
         # these would end the process of the engine, or the group
