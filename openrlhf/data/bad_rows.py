@@ -1,9 +1,11 @@
 """Handles unusable rows: such a row stops the run, or is skipped and counted; it is never repaired."""
 
+import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from openrlhf.data.files import MAX_TEXT, REMEDY, BadRow, Row, kind
@@ -77,6 +79,14 @@ def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:
     for column, usual in kinds.items():
         if row.get(column) is not None and kind(row[column]) != usual:
             raise BadRow(f"column {column!r} is {kind(row[column])}; in most rows it is {usual}.")
+
+
+def read_number(row: Row, column: str) -> Any:
+    """Returns a value. A text that is a number, true or false becomes it, as CSV has texts alone."""
+    value = read_value(row, column)
+    with suppress(ValueError):
+        return json.loads(value.lower()) if isinstance(value, str) else value
+    return value
 
 
 def read_value(row: Row, column: str, *types: type) -> Any:

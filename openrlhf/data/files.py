@@ -91,7 +91,11 @@ class Part:
 
     @classmethod
     def from_table(cls, name: str, rows: datasets.Dataset) -> "Part":
-        return cls(name=name, rows=_with_encoded_files(rows), columns=tuple(rows.column_names))
+        """Raises UsageError for a dataset with a transform."""
+        if rows.format["type"] == "custom":
+            text = f"{name}: the dataset has a transform, which is not read. Apply it with its method map."
+            raise UsageError(ErrorCode.UNSUPPORTED, text)
+        return cls(name=name, rows=_as_saved(rows), columns=tuple(rows.column_names))
 
     @property
     def folder(self) -> Path | None:
@@ -117,10 +121,12 @@ class Part:
         return {kind(value): (i, len(self.rows)) for i, value in islice(values, 1)}
 
 
-def _with_encoded_files(rows: datasets.Dataset) -> datasets.Dataset:
-    """Keeps images in their encoded form instead of letting PIL decode them; data/images.py decides which may
-    be opened. Sound and videos, which nothing reads, stay encoded too."""
+def _as_saved(rows: datasets.Dataset) -> datasets.Dataset:
+    """Returns rows of Python's values with all columns, whatever the format of the dataset. Images stay
+    encoded instead of letting PIL decode them; data/images.py decides which may be opened. So do sound and
+    videos, which nothing reads."""
     kept = copy(rows)
+    kept._format_type = kept._format_columns = None  # unlike reset_format this keeps the fingerprint
     kept._info = rows.info.copy()
     kept._info.features = datasets.Features(_encoded(rows.features))
     return kept

@@ -24,6 +24,8 @@ SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by the names of ShareGPT and of ms-swift; calls are the content of `CALLERS`."""
 ROLES = {*SENDERS.values(), "developer", "ipython", "observation"}
 """Roles of templates. A message with another one is written as it is, and never an answer."""
+SCHEMAS = dict.fromkeys(("input_schema", "inputSchema"), "parameters")
+"""Names of a tool's parameters in other formats."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of the thoughts before an answer. A template gets them under the names that it has."""
 WEIGHTS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
@@ -34,17 +36,18 @@ MASKS = ("masked", "train_detail", "training_detail")
 
 
 def with_role(message: Any) -> Any:
-    """Returns a message of ShareGPT, {"from": "human", "value": ...}, with role and content, and roles by the
-    names that templates know, in any case; else itself. GLM-4's template has a role observation."""
+    """Returns a message of ShareGPT, {"from": "human", "value": ...}, with role and content, also if it has
+    one of the two keys alone, and roles by the names that templates know, in any case; else itself. GLM-4's
+    template has a role observation."""
     if not isinstance(message, dict):
         return message
     key = "role" if message.get("role") else "from"
     sender = message[key].lower() if isinstance(message.get(key), str) else ""
     if sender not in SENDERS or (key == "role" and sender == "observation"):
         return message
-    said = {"role": SENDERS[sender]}
-    if key == "from":
-        said |= {"content": message.get("value"), "from": None, "value": None}
+    said = {"role": SENDERS[sender], "from": None}
+    if message.get("content") is None and "value" in message:
+        said |= {"content": message.get("value"), "value": None}
     if sender in CALLERS:
         said |= {"content": "", "tool_calls": (message | said).get("content")}
     return message | said
@@ -61,11 +64,12 @@ def as_openai(message: Message) -> Message:
 
 
 def as_function(flat: Any) -> Any:
-    """Returns a tool or a call without `function`, {"name": ...}, in OpenAI's form; else itself."""
+    """Returns a tool or a call without `function`, {"name": ...}, in OpenAI's form, also a tool of Anthropic
+    or MCP; else itself."""
     if not isinstance(flat, dict) or "function" in flat or "name" not in flat:
         return flat
     outer = {key: flat[key] for key in ("id", "type") if flat.get(key)}
-    inner = {key: value for key, value in flat.items() if key not in outer}
+    inner = {SCHEMAS.get(key, key): value for key, value in flat.items() if key not in outer}
     return {"type": "function", **outer, "function": inner}
 
 
@@ -168,11 +172,7 @@ def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
         except Exception:  # by a template for other messages
             return ""
 
-    null = bool(re.search(r"\bis\s+(not\s+)?none\b", template))
-    mappings = bool(re.search(r"\bis\s+(not\s+)?mapping\b", template))
-    found = Reads(
-        True, True, True, True, mappings, null, tuple(name for name in THOUGHTS if name in template)
-    )
+    found = Reads(*6 * (True,), thoughts=tuple(name for name in THOUGHTS if name in template))
     asked = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
     text = shown(asked)
     found = found._replace(parts="probe" in text and not re.search(r"""['"]text['"]\s*:""", text))
@@ -180,12 +180,20 @@ def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
     call = {"name": "f", "arguments": {"a": "probe" * 2}}
     calls = [call | {"id": "call00000", "type": "function", "function": call}]
     found = found._replace(tools=shown(asked) != shown(asked, tools=calls))
-    for is_object in (True, False):
-        found = found._replace(objects=is_object)
-        text = shown(asked, {"role": "assistant", "tool_calls": calls})
-        if "probe" * 2 in text and "{'a'" not in text:
-            return found
-    return found._replace(objects=True)
+    is_written = lambda probe, *talk: probe in (text := shown(asked, *talk)) and "{'a'" not in text
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    if not is_written("probe" * 2, called):
+        found = found._replace(objects=False)
+        found = found._replace(objects=not is_written("probe" * 2, called))
+    result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": {"a": "probe" * 3}}
+    has_null, has_text = (shown(asked, called | {"content": content}) for content in (None, ""))
+    return found._replace(
+        mappings=is_written("probe" * 3, called, result),
+        null=bool(_NONE.search(template) and has_null) and has_null.count("None") == has_text.count("None"),
+    )
+
+
+_NONE = re.compile(r"\bis\s+(not\s+)?none\b")
 
 
 def _fitted(message: Message, form: Reads) -> Message:

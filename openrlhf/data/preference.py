@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
-from openrlhf.data.bad_rows import BadRow, BadRowAction, read_value
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_number
 from openrlhf.data.encode import (
     Text,
     build_samples,
@@ -130,7 +130,7 @@ def _reason_to_skip_pair(sides: Sequence[Tokens], cut: Sequence[Tokens], max_len
 
 
 def _margin(row: Row, column: str) -> float:
-    margin = read_value(row, column)
+    margin = read_number(row, column)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BadRow(f"column {column!r} is {margin!r} ({kind(margin)}), not a finite number.")
     return float(margin)

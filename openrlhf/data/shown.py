@@ -74,7 +74,10 @@ def _left_out(
     except Exception:  # by a template for other messages; the row's own are refused where they are rendered
         return ()
     return tuple(
-        (i, what) for i, form in enumerate(talk) for mark, what in _marks(i, form) if mark not in text
+        (i, what)
+        for i, form in enumerate(talk)
+        for mark, what in _marks(i, form)
+        if mark not in text or f"': '{mark}" in text  # as Python writes it
     )
 
 

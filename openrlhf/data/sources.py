@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 
 import datasets
 import numpy as np
+import pandas as pd
 from datasets.data_files import FILES_TO_IGNORE
 
 from openrlhf.config.checks import missing, parse_probabilities, split_spec
@@ -126,7 +127,7 @@ def load_rows(
     if convert := row_function(row_func):
         required_columns = {}
     for item in split_spec(spec) if isinstance(spec, str) else [spec]:
-        loaded = _load(item, split, flag, bad_rows) if isinstance(item, str) else [_given(item, flag)]
+        loaded = _load(item, split, flag, bad_rows) if isinstance(item, str) else [_given(item, split, flag)]
         indices = [whole_part(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
         parts += loaded
         items.append(np.concatenate(indices)[:max_samples])
@@ -233,11 +234,13 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     return [read_file(file, split, bad_rows) for file in files]
 
 
-def _given(rows: Any, flag: str) -> Part:
-    """Returns rows that are in memory: a `datasets.Dataset`, or a list of dicts. Raises UsageError for other
-    values."""
-    if isinstance(rows, datasets.Dataset):
-        return Part.from_table(flag, rows)
+def _given(rows: Any, split: str, flag: str) -> Part:
+    """Returns rows that are in memory: of `datasets` or a DataFrame of pandas, or a list of dicts. Raises
+    UsageError for other values."""
+    if isinstance(rows, pd.DataFrame):
+        rows = datasets.Dataset.from_pandas(rows, preserve_index=False)
+    if isinstance(rows, datasets.Dataset | datasets.DatasetDict):
+        return _of_split(rows, split, flag, flag)
     if not isinstance(rows, Sequence):
         text = f"expects a path, a list of rows or a datasets.Dataset; this is a {type(rows).__name__}"
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag=flag)
@@ -263,6 +266,10 @@ def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File
     if is_url(item):
         return fetched(item, flag, partial(_select_split, place=item, split=split, flag=flag))
     place = _find(item, flag)
+    if place and re.search(r"[\[+]", split):
+        text = f"has no split {split!r}: only names on the hub have slices and sums of splits.\n"
+        text += "The first N rows are read with the flag of max_samples N."
+        raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
     if place is None and uses_modelscope() and look_up:
         name, _, data_dir = item.partition("@")
         place = dataset_folder(name) / data_dir
@@ -376,11 +383,15 @@ def _read_saved(folder: File, split: str) -> Part:
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"a damaged folder of `save_to_disk`: {first_line(error)}\nSave the dataset again."
         raise folder.error(ErrorCode.UNREADABLE, text) from error
-    if isinstance(saved, datasets.Dataset):
-        return Part.from_table(folder.name, saved)
-    if split not in saved:
-        raise _no_split(folder.name, split, map(str, saved), folder.flag)
-    return Part.from_table(f"{folder.name}/{split}", saved[split])
+    return _of_split(saved, split, folder.name, folder.flag)
+
+
+def _of_split(rows: datasets.Dataset | datasets.DatasetDict, split: str, name: str, flag: str) -> Part:
+    if isinstance(rows, datasets.Dataset):
+        return Part.from_table(name, rows)
+    if split not in rows:
+        raise _no_split(name, split, map(str, rows), flag)
+    return Part.from_table(f"{name}/{split}", rows[split])
 
 
 def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> UsageError:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_value
 from openrlhf.data.encode import Text, build_samples, tokenize_text, truncated
 from openrlhf.data.files import Row, kind
+from openrlhf.data.messages import from_column
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Samples, Skip, Tokens
 from openrlhf.errors import ErrorCode, UsageError
@@ -65,7 +66,10 @@ def build_steps(
 
     def read(row: Row) -> tuple[tuple[Text], np.ndarray]:
         text = read_value(row, input_key, str)
-        labels = _labels(read_value(row, label_key, list), label_key, label_of)
+        values = from_column(read_value(row, label_key, list, str))  # the text of a list in CSV
+        if not isinstance(values, list):
+            raise BadRow(f"column {label_key!r} is {kind(values)}, not a list.")
+        labels = _labels(values, label_key, label_of)
         ends = tuple(found.end() for found in re.finditer(re.escape(placeholder_token), text))
         _check_placeholders(text, len(ends), len(labels), placeholder_token)
         return (Text(text=text, ends=ends),), labels

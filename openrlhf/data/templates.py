@@ -4,11 +4,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from operator import eq
 from typing import Any
+from weakref import WeakSet
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ from openrlhf.data.messages import (
     Message,
     as_function,
     as_openai,
+    decoded,
     from_column,
     is_blank,
     join_text,
@@ -140,9 +142,11 @@ def _check_content(message: Message, number: int) -> None:
     is_result = isinstance(content, dict) and role not in ("system", "developer", "user", "assistant")
     if not isinstance(content, str | list | None) and not is_result:
         raise BadRow(f"the content of message {number} ({role}) is {kind(content)}, not text.")
-    if isinstance(content, list) and (others := [part for part in content if not isinstance(part, dict)]):
-        form = '{"type": "text", "text": …}'
-        raise BadRow(f"a part of message {number} ({role}) is {kind(others[0])}, not of the form {form}.")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            found = shortened(str(part), 60) if isinstance(part, dict) else kind(part)
+            text = f"a part of message {number} ({role}) is {found}, not of the form"
+            raise BadRow(f'{text} {{"type": "text", "text": …}}.')
 
 
 def check_media(messages: Sequence[Message], *, has_images: bool) -> None:
@@ -161,11 +165,13 @@ _MEDIA = re.compile(r"(input_)?(image|video|audio)")
 
 
 def read_tools(row: Row, key: str | None) -> Tools | None:
-    """Returns the tools in a column, a list or its text; None without any. Raises BadRow for others."""
-    tools = None if key is None else from_column(row.get(key))
-    if not tools:
+    """Returns the tools in a column, a list of objects or of their texts, or its text; None without any.
+    Raises BadRow for others."""
+    value = None if key is None else from_column(row.get(key))
+    if not value:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    tools = [decoded(tool) for tool in value] if isinstance(value, list) else [None]
+    if not all(isinstance(tool, dict) for tool in tools):
         text = f"column {key!r} is no list of tools. If it is meant for others, add --data.tools_key None."
         raise BadRow(text)
     return without_nulls([as_function(tool) for tool in tools])
@@ -199,7 +205,7 @@ def render_messages(
 ) -> str:
     """Applies the chat template. `is_open`: the text ends with the last message's content, so its turn can go
     on. Raises BadRow if the template refuses the messages."""
-    _special_tokens(tokenizer).note(messages)
+    _note_special_token(messages, tokenizer)
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
     text = _rendered(messages, tokenizer, tools, **options)
     return text if add_generation_prompt or is_open else text.removesuffix(ending(tokenizer)[1])
@@ -280,7 +286,7 @@ def _find_ending(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str
     between = again.partition(_MARKS[1])[2].partition(_MARKS[2])[0]
     header_of_question = [*takewhile(bool, map(eq, reversed(before), reversed(between)))]
     place = len(between) - len(header_of_question)
-    tokens = _special_tokens(tokenizer).pattern.finditer(between)
+    tokens = _special_tokens(tokenizer).finditer(between)
     place = next((token.end() for token in tokens if token.start() < place < token.end()), place)
     end, header = after[:place], after[place:]
     if between.startswith(after) or not (
@@ -304,7 +310,7 @@ def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
     """Raises BadRow if an answer ends with the token that ends its turn, which the template writes too."""
     if not (end := ending(tokenizer)[0].strip()):
         return
-    token = _special_tokens(tokenizer).pattern.match(end)
+    token = _special_tokens(tokenizer).match(end)
     ends = (token[0] if token else end, tokenizer.eos_token or end)
     answers = (join_text(m.get("content")) or "" for m in messages if m["role"] == "assistant")
     if wrong := next((answer for answer in answers if answer.rstrip().endswith(ends)), ""):
@@ -334,32 +340,25 @@ def _note_missing_header(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-@dataclass(slots=True)
-class _SpecialTokens:
-    """Special tokens of a tokenizer, and whether a note about one in a message was printed."""
+_noted: WeakSet[PreTrainedTokenizerBase] = WeakSet()
+"""Tokenizers about whose special tokens a note was printed."""
 
-    pattern: re.Pattern[str]
-    is_noted: bool = field(default=False, init=False)
 
-    def note(self, messages: Sequence[Message]) -> None:
-        """Prints a note at the first message that contains a special token and is no answer of a model: the
-        chat template writes the special tokens of a conversation itself."""
-        if self.is_noted:
+def _note_special_token(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Prints a note at the first message that contains a special token and is no answer of a model: the chat
+    template writes the special tokens of a conversation itself."""
+    for message in messages if tokenizer not in _noted else ():
+        text = join_text(message.get("content"))
+        if message["role"] != "assistant" and text and (found := _special_tokens(tokenizer).search(text)):
+            _noted.add(tokenizer)
+            place = text[max(0, found.start() - _AROUND) : found.end() + _AROUND]
+            notify(
+                f"note: a message of the role {message['role']} contains {found[0]}: {place!r}.\n"
+                "The model reads it as a special token, beside those that the chat template writes. "
+                "Prompts that are\nrendered already need no --data.apply_chat_template. Further messages "
+                "are not reported."
+            )
             return
-        for message in messages:
-            text = join_text(message.get("content"))
-            if message["role"] == "assistant" or text is None:
-                continue
-            if found := self.pattern.search(text):
-                self.is_noted = True
-                place = text[max(0, found.start() - _AROUND) : found.end() + _AROUND]
-                notify(
-                    f"note: a message of the role {message['role']} contains {found[0]}: {place!r}.\n"
-                    "The model reads it as a special token, beside those that the chat template writes. "
-                    "Prompts that are\nrendered already need no --data.apply_chat_template. Further messages "
-                    "are not reported."
-                )
-                return
 
 
 _AROUND = 40
@@ -367,7 +366,7 @@ _AROUND = 40
 
 
 @cache
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> _SpecialTokens:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     tokens = sorted({*tokenizer.all_special_tokens, *added} - {""}, key=len, reverse=True)
-    return _SpecialTokens(re.compile("|".join(map(re.escape, tokens)) or "(?!)"))
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")

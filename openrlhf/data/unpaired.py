@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
-from openrlhf.data.bad_rows import BadRow, BadRowAction, read_value
+from openrlhf.data.bad_rows import BadRow, BadRowAction, read_number
 from openrlhf.data.encode import Text, build_samples, finish, reason_to_skip
 from openrlhf.data.files import Row, kind
 from openrlhf.data.sources import Rows
@@ -87,7 +87,7 @@ def build_unpaired(
 
 
 def _label(row: Row, column: str) -> bool:
-    label = read_value(row, column)
+    label = read_number(row, column)
     if isinstance(label, bool | int | float) and label in (0, 1):
         return bool(label)
     raise BadRow(f"column {column!r} is {label!r} ({kind(label)}), not true, false, 1 or 0.")

@@ -9,6 +9,7 @@ import datasets
 import pyarrow as pa
 import pytest
 from refusals import refused
+from template_families import tokenizer_of
 
 from openrlhf.agents.chat_stream import ChatStream
 from openrlhf.config.inference import InferenceDataConfig
@@ -223,7 +224,12 @@ def test_a_template_that_writes_no_calls_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("template", "content"), [(CHATML, ""), (CHATML + "{{ '' if x is not none }}", "None")]
+    ("template", "content"),
+    [
+        (CHATML, ""),
+        (CHATML + "{{ '' if tools is not none }}", ""),
+        (CHATML.replace("{{ m['content'] }}", "{{ '-' if m['content'] is none else m['content'] }}"), "-"),
+    ],
 )
 def test_only_a_template_that_looks_for_it_meets_a_content_that_is_null(template, content):
     messages = [{"role": "user"}, {"role": "assistant", "content": None}]
@@ -350,6 +356,7 @@ def test_text_as_python_writes_it_is_a_conversation():
     assert as_messages(repr(talk)) == as_messages(json.dumps(talk)) == as_messages(talk)
     tools = [tool("f", x="string")]
     assert read_tools({"tools": repr(tools)}, "tools") == tools
+    assert read_tools({"tools": [json.dumps(own) for own in tools]}, "tools") == tools
     for text in (repr(talk).replace("}, {", "}\n {"), json.dumps(talk).replace('"yes"', '"yes')):
         with refused(ErrorCode.INVALID_ROW, told=("looks like messages", "json.dumps")):
             as_messages(text)
@@ -371,6 +378,7 @@ def test_marks_of_parts_of_an_answer_are_refused(mark: dict) -> None:
         (4, "is a number, not text"),
         (True, "is true or false, not text"),
         (["4"], "is text, not of the form"),
+        ([{"text": "4"}], "is {'text': '4'}, not of the form"),
         ([{"type": "text", "text": "4"}, None], "is null, not of the form"),
     ],
 )
@@ -381,6 +389,23 @@ def test_a_content_is_text_or_a_list_of_parts(content: object, reason: str, role
     talk[role == "assistant"]["content"] = content
     with refused(ErrorCode.INVALID_ROW, value="rows", row=1, told=(reason, f"({role})")):
         build_sft_samples(Rows.of([{"messages": talk}]), with_template(), **SFT_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("glm4moe", {"sky": "clear"}),
+        ("glm4moe", [{"type": "json", "sky": "clear"}]),
+        ("lfm2_2_5", {"sky": "clear"}),
+        ("muse_glimmer", {"sky": "clear"}),
+    ],
+)
+def test_no_template_writes_the_keys_of_a_result_alone(name: str, result: object) -> None:
+    """These look for a mapping among arguments, and go through the keys of an object, or write it as Python
+    does."""
+    talk = [*ROWS[0]["messages"][:2], {"role": "tool", "content": result}, ROWS[0]["messages"][3]]
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1):
+        build_sft_samples(Rows.of([{"messages": talk}]), tokenizer_of(name), **SFT_OPTIONS)
 
 
 def test_the_result_of_a_tool_is_an_object_only_where_the_template_reads_one() -> None:
@@ -477,8 +502,9 @@ def test_messages_in_the_form_of_sharegpt() -> None:
         assert as_messages([talk[1], said]) == [expected[1], called]
     with refused(ErrorCode.INVALID_ROW):
         as_messages([talk[1], {"from": "bing", "value": "{}"}])
-    renamed = [{"role": "human", "content": "Hi."}, {"role": "gpt", "content": "Ho."}]
-    assert [message["role"] for message in as_messages(renamed)] == ["user", "assistant"]
+    plain = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
+    for who, what in (("role", "content"), ("role", "value"), ("from", "content")):
+        assert as_messages([{who: "human", what: "Hi."}, {who: "gpt", what: "Ho."}]) == plain
 
 
 @pytest.mark.parametrize("caller", ["tool_call", "function_call"])

@@ -219,7 +219,7 @@ def test_a_scored_side_ends_and_a_cut_one_is_full(max_len, answers):
 
 
 def test_margins_are_read_from_their_column():
-    rows = [ROW | {"margin": 2}, ROW | {"margin": -0.25}]
+    rows = [ROW | {"margin": 2}, ROW | {"margin": "-0.25"}]  # as CSV has it
     dataset = build(rows, margin_key="margin")
     assert [pair.margin for pair in dataset] == [2.0, -0.25]
     assert PairRow.of(list(dataset)).margins.tolist() == [2.0, -0.25]
@@ -228,7 +228,7 @@ def test_margins_are_read_from_their_column():
 CHOSEN_TALK = [user("1"), assistant("2"), user("3"), assistant("4")]
 BAD = {
     "no margin": (ROW, {"margin_key": "margin"}, "column 'margin' is missing"),
-    "margin in words": (ROW | {"margin": "0.5"}, {"margin_key": "margin"}, "is '0.5' (text)"),
+    "margin in words": (ROW | {"margin": "half"}, {"margin_key": "margin"}, "is 'half' (text)"),
     "true as margin": (ROW | {"margin": True}, {"margin_key": "margin"}, "is True (true or false)"),
     "no end of the margin": (ROW | {"margin": float("inf")}, {"margin_key": "margin"}, "is inf"),
     "null": (ROW | {"rejected": None}, {}, "column 'rejected' is null"),

@@ -422,8 +422,21 @@ def test_rows_in_memory_are_those_that_were_chosen_and_files_in_them_stay_encode
     rows = [{"input": str(i), "parts": [{"image": file}], "sound": file} for i in range(4)]
     table = pa.Table.from_pylist(rows, schema=features.arrow_schema)
     whole = datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
-    found = load_rows(whole.select([3, 1]), flag=FLAG, required_columns={})
-    assert list(found) == [rows[3], rows[1]]
+    chosen = whole.select([3, 1])
+    for given in (chosen, chosen.with_format("numpy", columns=["input"]), datasets.DatasetDict(train=chosen)):
+        assert list(load_rows(given, flag=FLAG, required_columns={})) == [rows[3], rows[1]]
+    table = chosen.remove_columns("sound").to_pandas()
+    assert next(iter(load_rows(table, flag=FLAG, required_columns={})))["parts"] == rows[3]["parts"]
+    with refused(ErrorCode.UNSUPPORTED, told="method map"):
+        load_rows(chosen.with_transform(dict), flag=FLAG, required_columns={})
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, told="no split"):
+        load_rows(datasets.DatasetDict(test=chosen), flag=FLAG, required_columns={})
+
+
+def test_a_slice_of_a_split_is_refused_where_nothing_reads_it(tmp_path):
+    write_lines(tmp_path / "rows.jsonl", ROWS)
+    with refused(ErrorCode.NOT_FOUND, flag=FLAG, told="max_samples"):
+        load(tmp_path / "rows.jsonl", split="train[:1]")
 
 
 def test_a_link_to_nothing_is_no_file_less(tmp_path):

@@ -46,9 +46,10 @@ def test_golden_tokens_and_labels():
 
 
 def test_probabilities_are_floats():
-    (steps,) = build([{"input": "1# 2# 3#", "label": [0.25, 1, 0]}])
-    assert steps.labels.tolist() == [0.25, 1.0, 0.0]
-    assert steps.labels.dtype == torch.float32
+    for label in ([0.25, 1, 0], "[0.25, 1, 0]"):  # as CSV has it
+        (steps,) = build([{"input": "1# 2# 3#", "label": label}])
+        assert steps.labels.tolist() == [0.25, 1.0, 0.0]
+        assert steps.labels.dtype == torch.float32
 
 
 def test_without_reward_tokens_any_token_is_a_label():

@@ -167,14 +167,15 @@ def test_nothing_left_is_an_error():
     assert told.value.text.startswith("no answer is left of 2 rows: 2 × ")
 
 
-@pytest.mark.parametrize("label", [True, False, 1, 0, 1.0, 0.0])
+@pytest.mark.parametrize("label", [True, False, 1, 0, 1.0, 0.0, "True", "false", "1", "0"])
 def test_labels_are_true_false_one_and_zero(label):
+    """Values of CSV are texts."""
     example = build([{"input": "1", "output": "2", "label": label}, ROWS[0]])[0]
-    assert example.desirable is bool(label)
+    assert example.desirable is (label in (True, "True", "1"))
 
 
 BAD = {
-    "text": ("1", "'label' is '1' (text)"),
+    "text": ("good", "'label' is 'good' (text)"),
     "two": (2, "is 2 (a number)"),
     "half": (0.5, "is 0.5 (a number)"),
     "minus one": (-1, "is -1 (a number)"),
