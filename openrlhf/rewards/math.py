@@ -24,7 +24,9 @@ _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _SCALE = f"(?:{'|'.join(_SCALES)})"
 _MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,2})/(\d{1,3})(?!\w|/|\.\d)")
 """A mixed number such as 2 1/2, of which math-verify makes a product."""
+_TIMES_TEN = r"\s*(?:[x\u00d7*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*(\{)?"
 _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
+    (re.compile(r"[€£¥₹]\s*(?=\d)|(?<=\d)\s*[€£¥₹]"), ""),
     (_GROUPS, ""),
     (_MIXED, lambda number: _improper(number)),
     (
@@ -44,12 +46,12 @@ _TIDIED: tuple[tuple[re.Pattern, Any], ...] = (
     (re.compile(r"(?<=\d)\u00b0(?!\w)"), ""),
     (re.compile(r"(?<![\w)}])\u2013(?=[\d.])"), "-"),
     (
-        re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}(?!\w|\.\d)"),
-        lambda number: format(Decimal(number.group()), "f"),
+        re.compile(rf"(?<![\w.])(\d+\.?\d*|\.\d+)(?:[eE]|{_TIMES_TEN})([-+]?\d{{1,3}})(?(2)\}})(?!\w|\.\d)"),
+        lambda number: format(Decimal(f"{number[1]}e{number[3]}"), "f"),
     ),
 )
-"""Texts that math-verify does not read, and what stands for them: 18 million, kilometers, degrees, a dash as
-a minus, 1e-05."""
+"""Texts that math-verify does not read, and what stands for them: euros, 18 million, kilometers, degrees, a
+dash as a minus, 1e-05 and 5 x 10^3."""
 _UNIT = re.compile(rf"{_GAP}((?:[kcm]?[mgl]|s|min|h)(?![a-zA-Z])\}}?(?:\^\{{?\d)?)")
 """A unit behind a number, of which math-verify drops most."""
 _METRIC = r"(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re)|second|minute|hour)s?"
@@ -63,8 +65,8 @@ _COUNTED = re.compile(
     re.IGNORECASE,
 )
 """A number and perhaps what it counts, such as 18 dollars, of whose letters math-verify makes a product."""
-_WORDS = re.compile(r"[^\W\d_]{3,}")
-"""A word, whose letters math-verify would multiply, in any order."""
+_WORDS = re.compile(r"[^\W\d_]{3,}|no|on", re.IGNORECASE)
+"""A word, whose letters math-verify would multiply, in any order; ab and ba are products."""
 _DATE = re.compile(r"\d+(-\d+)+")
 """A date or a score, whose numbers math-verify would subtract."""
 _NAME = re.compile(r"[^\W\d_]{3,}[\w .'-]*|\d+(:\d+)+|\d+(\.\d+){2,}")

@@ -77,6 +77,9 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("6 xyz", "6xyz"),
         (r"5\text{ kilometers}", "5 km"),
         ("5 hours", r"5\ \mathrm{h}"),
+        ("€1,234.50", "1234.5"),
+        ("18 £ million", "18000000"),
+        ("3 x 10^8", "300000000"),
     ],
 )
 def test_equal_answers(prediction, truth):
@@ -97,6 +100,7 @@ def test_equal_answers(prediction, truth):
         # what math-verify takes for equal: 5 * e * 1, the letters of a word in any order, 3 - 1 = 4 - 2
         ("5e1", "1e5"),
         ("silent", "listen"),
+        ("on", "No"),
         ("4-2", "3-1"),
         ("2023-04-02", "2023-05-01"),
         ("2017", "2023-05-01"),
@@ -173,6 +177,8 @@ def test_reward_files_import_nothing_heavy():
         ("The answer is 0.5", 0.5, True),
         ("The answer is 0.00001", 1e-05, True),
         ("It is 1e5.", "100000", True),
+        ("The answer is 5 × 10^3.", "5000", True),
+        (r"The answer is 5 \times 10^{-3}", "0.005", True),
         # dates and scores are no differences
         ("The score was 3-1.", "3-1", True),
         ("The score was 4-2.", "3-1", False),
