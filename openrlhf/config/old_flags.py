@@ -121,18 +121,16 @@ def molt_model(section: str) -> dict[str, OldFlag]:
     old, new = f"{section}.gradient_checkpoint", f"{section}.gradient_checkpointing_enable"
     return {
         **renamed(f": {section}.lora_dim=ds.lora.rank {section}.lora_alpha=ds.lora.alpha {old}={new}"),
-        f"{section}.lora_target_modules": converted("ds.lora.target_modules", words_of=_layer_names),
+        f"{section}.lora_target_modules": converted(
+            "ds.lora.target_modules",
+            words_of=lambda patterns, said: tuple(name.removeprefix("*.") for name in patterns),
+        ),
         **{
             f"{old} {mode}": value(new, "false" if mode != "full" else "true")
             for mode in ("full", "none", "off")
         },
         **removed(f"{old} selective: layers are recomputed whole; use {new}"),
     }
-
-
-def _layer_names(words: Words, said: Said) -> Words:
-    """Maps patterns of whole names, `*.q_proj`, to names of layers."""
-    return tuple(word.removeprefix("*.") for word in words)
 
 
 TEMPLATES = renamed("data: input_template apply_chat_template tokenizer_chat_template")

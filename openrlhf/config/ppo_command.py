@@ -33,41 +33,12 @@ def _symmetric(words: Words, said: Said) -> Words:
     return ("-" + words[0].lstrip("-"), words[0].lstrip("-")) if _is_one(words) else words
 
 
-def _high_only(words: Words, said: Said) -> Words:
-    return ("0", *words) if _is_one(words) else words
-
-
 def _is_one(words: Words) -> bool:
     return len(words) == 1 and "," not in words[0]
 
 
-def _correction_type(words: Words, said: Said) -> Words:
-    return ("seq-mask-tis",) if words == ("mis",) else words
-
-
-AGGREGATION_MODES = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sample_mean",
-    "prompt-mean-token-mean": "prompt_mean",
-}
-"""Values of `--actor.loss_agg_mode` and their current names."""
-
-
-def _aggregation(words: Words, said: Said) -> Words:
-    return tuple(AGGREGATION_MODES.get(word, word) for word in words)
-
-
-def _draft(words: Words, said: Said) -> Words:
-    """Translates a number of tokens of the checkpoint's own draft head; 0 is none."""
-    return ("None",) if words == ("0",) else tuple(f"mtp:{word}" for word in words)
-
-
-def _clip_low(words: Words, said: Said) -> Words:
-    return words + said.get("clip_eps_high", said.get("eps_clip", ("0.2",)))
-
-
-def _clip_high(words: Words, said: Said) -> Words:
-    return said.get("clip_eps_low", said.get("eps_clip", ("0.2",))) + words
+def _clip(said: Said, side: str) -> Words:
+    return said.get(f"clip_eps_{side}", said.get("eps_clip", ("0.2",)))
 
 
 def _gspo(words: Words, said: Said) -> Mapping[str, Words]:
@@ -92,7 +63,10 @@ MOLT: dict[str, OldFlag] = {
     """),
     "train.force_sync_mode": switch("train.async_enable", "false"),
     "train.routing_replay": converted("algo.router_replay", "vllm.enable_prefix_caching"),
-    "vllm.mtp_num_speculative_tokens": converted("vllm.speculative", words_of=_draft),
+    "vllm.mtp_num_speculative_tokens": converted(
+        "vllm.speculative", words_of=lambda words, said: tuple(f"mtp:{word}" for word in words)
+    ),
+    "vllm.mtp_num_speculative_tokens 0": value("vllm.speculative", "None"),
     f"{_ESTIMATOR} grpo": value(_ESTIMATOR, "group_norm"),
     f"{_LEVEL} geo": value(_LEVEL, "seq"),
     "actor.loss_mode gspo": OldFlag(to=("actor.policy_loss_type", "actor.loss_aggregation"), translate=_gspo),
@@ -123,6 +97,7 @@ MOLT: dict[str, OldFlag] = {
 """Flags and values of Molt."""
 _CORRECTION_TYPE = "algo.advantage.is_correction_type"
 _THRESHOLD = "algo.advantage.is_correction_threshold"
+_AGGREGATION, _CLIP = "actor.loss_aggregation", "actor.eps_clip_low_high"
 OLD_FLAGS: dict[str, OldFlag] = {
     **old_flags.TRAINING,
     **old_flags.TEMPLATES,
@@ -169,13 +144,20 @@ OLD_FLAGS: dict[str, OldFlag] = {
         ckpt: best_metric_key
     """),
     "prompt_max_len": OldFlag(to=("data.max_len", "rollout.max_new_tokens"), translate=_prompt_length),
-    "vllm_is_correction_type": converted(_CORRECTION_TYPE, words_of=_correction_type),
+    "advantage_estimator grpo": value(_ESTIMATOR, "group_norm"),
+    "vllm_is_correction_type": converted(_CORRECTION_TYPE),
+    "vllm_is_correction_type mis": value(_CORRECTION_TYPE, "seq-mask-tis"),
     "use_icepop": switch(_CORRECTION_TYPE, "icepop"),
-    "vllm_is_truncated_threshold": converted(_THRESHOLD, words_of=_high_only),
-    "actor.loss_agg_mode": converted("actor.loss_aggregation", words_of=_aggregation),
+    "vllm_is_truncated_threshold": converted(
+        _THRESHOLD, words_of=lambda words, said: ("0", *words) if _is_one(words) else words
+    ),
+    "actor.loss_agg_mode": converted(_AGGREGATION),
+    "actor.loss_agg_mode token-mean": value(_AGGREGATION, "token_mean"),
+    "actor.loss_agg_mode seq-mean-token-mean": value(_AGGREGATION, "sample_mean"),
+    "actor.loss_agg_mode prompt-mean-token-mean": value(_AGGREGATION, "prompt_mean"),
     "use_kl_estimator_k3": switch("algo.kl.estimator", "k3"),
-    "clip_eps_low": converted("actor.eps_clip_low_high", words_of=_clip_low),
-    "clip_eps_high": converted("actor.eps_clip_low_high", words_of=_clip_high),
+    "clip_eps_low": converted(_CLIP, words_of=lambda low, said: low + _clip(said, "high")),
+    "clip_eps_high": converted(_CLIP, words_of=lambda high, said: _clip(said, "low") + high),
     "reward_clip_range": converted("reward.clip_range", words_of=_symmetric),
     **MOLT,
     "actor_init_on_gpu": OldFlag(bare=True, ignored="models are always loaded where they train"),

@@ -2,7 +2,7 @@
 
 from openrlhf.config import old_flags, supervised_checks
 from openrlhf.config.command import Command
-from openrlhf.config.old_flags import OldFlag, Said, Words, converted, renamed, switch
+from openrlhf.config.old_flags import OldFlag, renamed, switch, value
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 
 _SUPERVISED: dict[str, OldFlag] = {
@@ -34,11 +34,6 @@ _PAIRS = {
 }
 
 
-def _pair_loss(words: Words, said: Said) -> Words:
-    """Translates a loss's name: every word but sigmoid meant the other loss."""
-    return words if words == ("sigmoid",) else ("logexp",)
-
-
 SFT = Command(
     name="sft",
     config_type=SFTConfig,
@@ -53,7 +48,8 @@ RM = Command(
     old_flags={
         **_PAIRS,
         **old_flags.HEAD,
-        "loss": converted("model.loss_type", words_of=_pair_loss),
+        "loss": value("model.loss_type", "logexp"),  # every word but sigmoid meant it
+        "loss sigmoid": value("model.loss_type", "sigmoid"),
         **renamed("model: margin_loss=margin_loss_enable compute_fp32_loss=compute_fp32_loss_enable"),
     },
     problems=supervised_checks.supervised_problems,

@@ -24,8 +24,6 @@ SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by the names of ShareGPT and of ms-swift; calls are the content of `CALLERS`."""
 ROLES = {*SENDERS.values(), "developer", "ipython", "observation"}
 """Roles of templates. A message with another one is written as it is, and never an answer."""
-SCHEMAS = dict.fromkeys(("input_schema", "inputSchema"), "parameters")
-"""Names of a tool's parameters in other formats."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of the thoughts before an answer. A template gets them under the names that it has."""
 WEIGHTS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
@@ -69,7 +67,8 @@ def as_function(flat: Any) -> Any:
     if not isinstance(flat, dict) or "function" in flat or "name" not in flat:
         return flat
     outer = {key: flat[key] for key in ("id", "type") if flat.get(key)}
-    inner = {SCHEMAS.get(key, key): value for key, value in flat.items() if key not in outer}
+    schemas = dict.fromkeys(("input_schema", "inputSchema"), "parameters")
+    inner = {schemas.get(key, key): value for key, value in flat.items() if key not in outer}
     return {"type": "function", **outer, "function": inner}
 
 

@@ -81,7 +81,7 @@ def find_entry(label: str) -> tuple[Any, dict[str, Any]]:
     """Returns (dataset, problem) of a row's label. Raises RunError if this process generates another
     problem from it."""
     item, index, digest = label.rsplit("#", 2)
-    dataset = _build_dataset(item)
+    dataset = _cached_dataset(item, "label")
     entry = dataset[int(index)]
     if _digest(entry["question"]) != digest:
         text = (
@@ -92,9 +92,7 @@ def find_entry(label: str) -> tuple[Any, dict[str, Any]]:
     return dataset, entry
 
 
-@cache
-def _build_dataset(item: str) -> Any:
-    return gym_dataset(item, "label")
+_cached_dataset = cache(gym_dataset)
 
 
 def _digest(question: str) -> str:

@@ -351,7 +351,7 @@ def _note_special_token(messages: Sequence[Message], tokenizer: PreTrainedTokeni
         text = join_text(message.get("content"))
         if message["role"] != "assistant" and text and (found := _special_tokens(tokenizer).search(text)):
             _noted.add(tokenizer)
-            place = text[max(0, found.start() - _AROUND) : found.end() + _AROUND]
+            place = text[max(0, found.start() - 40) : found.end() + 40]
             notify(
                 f"note: a message of the role {message['role']} contains {found[0]}: {place!r}.\n"
                 "The model reads it as a special token, beside those that the chat template writes. "
@@ -359,10 +359,6 @@ def _note_special_token(messages: Sequence[Message], tokenizer: PreTrainedTokeni
                 "are not reported."
             )
             return
-
-
-_AROUND = 40
-"""Characters before and after a special token that a note shows."""
 
 
 @cache

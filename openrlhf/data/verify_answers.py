@@ -36,7 +36,7 @@ def check_learned(
     token_ids, learned = tokens
     chosen = [token for token, is_learned in zip(token_ids, learned, strict=True) if is_learned]
     text, wrong = decode(tokenizer, chosen, skip_special_tokens=True), ""
-    found, expected = _squeezed(text), _decoded(answer, tokenizer)
+    found, expected = "".join(text.split()), _decoded(answer, tokenizer)
     asked = "" if question is None or columns.multiturn else _decoded(question, tokenizer)
     if expected not in found:
         wrong = f"must contain the answer {shortened(answer, LONGEST)!r}"
@@ -74,9 +74,5 @@ def _content(value: object, role: str) -> str | None:
 
 
 def _decoded(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    return _squeezed(decode(tokenizer, tokenize_text(text, tokenizer), skip_special_tokens=True))
-
-
-def _squeezed(text: str) -> str:
-    """Removes all white space, which tokenizers and templates may change."""
-    return "".join(text.split())
+    """Decodes the tokens of a text, without white space, which tokenizers and templates may change."""
+    return "".join(decode(tokenizer, tokenize_text(text, tokenizer), skip_special_tokens=True).split())

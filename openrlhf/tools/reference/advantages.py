@@ -99,26 +99,18 @@ def plain_advantages(
     return PlainAdvantages(found / scale, returns, rounding / scale, rounding)
 
 
-def _group_norm(rewards: Sequence[float]) -> list[float]:
-    return [r / (stdev(rewards) + 1e-9) for r in _centered(rewards)]
-
-
 def _centered(rewards: Sequence[float]) -> list[float]:
     return [r - fmean(rewards) for r in rewards]
-
-
-def _left_one_out(rewards: Sequence[float]) -> list[float]:
-    return [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
 
 
 BASELINES: Mapping[str, Callable[[Sequence[float]], Sequence[float]] | None] = {
     "gae": None,
     "reinforce": None,
     "reinforce_baseline": _centered,
-    "group_norm": _group_norm,
+    "group_norm": lambda rewards: [r / (stdev(rewards) + 1e-9) for r in _centered(rewards)],
     "dr_grpo": _centered,
     "flash_reinforce": _centered,
-    "rloo": _left_one_out,
+    "rloo": lambda rewards: [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards],
 }
 """Estimator -> function of the rewards of a group of at least two samples; None: rewards are not compared."""
 NOT_PENALTIES = ("estimator", "kl_coef")
