@@ -149,7 +149,7 @@ def demonstrate_search(row: Row, rng: random.Random) -> Iterable[Row]:
 
 def spelling(seed: int) -> Iterator[Row]:
     """Problems of spell_backward with letters apart, because the tiny model's tokens are parts of words."""
-    for row in gym("spell_backward?min_word_len=3&max_word_len=4", seed):
+    for row in gym("spell_backward?min_word_len=3&max_word_len=6", seed):
         word = row["input"].rpartition(": ")[2].lower()
         yield {"input": f"Spell {'-'.join(word)} backward.", "label": "-".join(reversed(word))}
 
@@ -190,10 +190,10 @@ TASKS = {
         demonstrate=demonstrate_search,
     ),
     "spelling": Task(
-        about="reasoning-gym's spell_backward: words of three or four letters, set apart by hyphens",
+        about="reasoning-gym's spell_backward: words of three to six letters, set apart by hyphens",
         problems=spelling,
         reward=spelling_reward,
-        max_new_tokens=48,
+        max_new_tokens=72,
         max_len=128,
         demonstrate=demonstrate_spelling,
     ),

@@ -352,7 +352,7 @@ def _get(result: Any, key: str, method: str, kind: type | None = None) -> Any:
         value = None
     if kind and not isinstance(value, kind):
         raise TypeError(f"{method} returned {key} {result[key]!r}, not a {kind.__name__}")
-    if kind is str and value != (shown := value.encode(errors="replace").decode()):
+    if isinstance(value, str) and value != (shown := value.encode(errors="replace").decode()):
         text = f"{method} returned {key} with a half of a character, shown as ?: {shown[:80]!r}"
         raise ValueError(f"{text}. Decode bytes with errors='replace'")
     return value

@@ -1,6 +1,6 @@
 """Advantages and returns of a step's actions."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -122,7 +122,7 @@ def rewards_of_earlier_turns(samples: Sequence[Trajectory]) -> tuple[Tensor, Ten
     earlier sequences. None if no trajectory has rewards of turns."""
     if not any(len(t.turn_rewards) for t in samples):
         return None
-    rows, sums, of_episodes = [], [], Counter[tuple]()
+    rows, sums, of_episodes = [], [], defaultdict[tuple, float](float)
     for t in samples:
         rows.append(row := torch.zeros(t.num_actions))
         # number of actions before each turn, except the first

@@ -1,6 +1,6 @@
 """Advantages and returns of RL, one episode and one sequence at a time in float64."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
@@ -63,7 +63,7 @@ def plain_advantages(
         return None
     shaped = _shaped(groups, names, reward)
     found, returns = np.zeros((2, len(batch.rollout_log_probs)))
-    spent = Counter[tuple]()  # the rewards of an episode's turns in earlier sequences
+    spent = defaultdict[tuple, float](float)  # the rewards of an episode's turns in earlier sequences
     for t, part in zip(trajectories, parts, strict=True):
         if part.start == part.stop:
             continue
