@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import PreTrainedModel
 
 from openrlhf.errors import ErrorCode, UsageError
@@ -35,7 +34,7 @@ def apply_liger(model: PreTrainedModel) -> None:
         raise _refusal(ErrorCode.RESOURCES, "Liger's kernels run on GPUs, and this process has none")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    file = _find_file(model)
+    file = sys.modules[type(model).__module__]
     before, own = {m: m.__dict__.get("forward") for m in model.modules()}, dict(vars(file))
     _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
     _keep_own_functions(file, own)
@@ -77,7 +76,7 @@ def _wrong_activation(model: PreTrainedModel) -> str | None:
 @contextmanager
 def transformers_kernels(model: PreTrainedModel) -> Iterator[None]:
     """Restores transformers' own kernels of the model within the context."""
-    file = _find_file(model)
+    file = sys.modules[type(model).__module__]
     liger = {m: m.__dict__.pop("forward") for m in model.modules() if _is_liger(m.__dict__.get("forward"))}
     functions = {name: getattr(file, name) for name in _own_functions.get(file.__name__, {})}
     vars(file).update(_own_functions.get(file.__name__, {}))
@@ -91,7 +90,3 @@ def transformers_kernels(model: PreTrainedModel) -> Iterator[None]:
 
 def _is_liger(method: Any) -> bool:
     return getattr(method, "__module__", "").partition(".")[0] == "liger_kernel"
-
-
-def _find_file(model: nn.Module) -> ModuleType:
-    return sys.modules[type(model).__module__]

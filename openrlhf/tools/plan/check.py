@@ -71,7 +71,6 @@ ROWS = 64
 """Number of rows that are read from each dataset."""
 SAMPLES = 3
 """Number of samples that are shown."""
-REWARD_FLAG = "--reward.remote_url"
 
 
 @dataclass
@@ -86,6 +85,7 @@ class Check:
     problems: list[Exception] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Probable mistakes, with which the run can start."""
+    reward_flag: str = "--reward.remote_url"
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
@@ -220,7 +220,7 @@ def _early_ends(check: Check, dataset: Any, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _rl_data(check: Check) -> None:
-    config, tokenizer, prompts = check.config, None, []
+    config, tokenizer, prompts = check.config, None, {}
     is_chat = config.data.apply_chat_template
     with check.part("prompts: their tokens have no loss, those of responses do"):
         tokenizer = policy_tokenizer(config)
@@ -232,11 +232,17 @@ def _rl_data(check: Check) -> None:
         if is_chat:
             with check.part("chat template: answers stay as they were sampled when the chat goes on"):
                 _keeps_answers(check, tokenizer)
-    with check.part("rewards"):
-        _rewards(check, prompts, tokenizer)
+    tasks = {task: name for name in ("agent", "reward") for task in config.task_values(name)}
+    firsts = {source if source in tasks else "": prompt for source, prompt in prompts.items()} or {"": None}
+    for task, prompt in sorted(firsts.items()):
+        flag = f"--tasks.{task}.{tasks[task]}" if task else check.reward_flag
+        of_task = replace(check, config=config.for_source(task), reward_flag=flag)
+        with check.part(f"rewards of {task or 'other prompts'}" if tasks else "rewards"):
+            _rewards(of_task, prompt, tokenizer)
 
 
-def _show_prompts(check: Check, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _show_prompts(check: Check, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompt]:
+    """Returns the first prompt of each source."""
     config, assumed = check.config, check.assumed
     most = {"data.max_samples": min(ROWS, config.data.max_samples), "eval.max_samples": ROWS}
     found, evaluation, _ = build_prompt_datasets(with_values(config, most))
@@ -253,7 +259,7 @@ def _show_prompts(check: Check, tokenizer: PreTrainedTokenizerBase) -> list[Prom
     check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens), rows=rows)
     enough = config.rollout.batch_size * (config.train.max_steps or 1)
     check.note(*rl_data_notes(config, rows or enough, found, evaluation))
-    return prompts
+    return {prompt.source: prompt for prompt in reversed([*found.without_images])}
 
 
 def _stops(check: Check, tokenizer: PreTrainedTokenizerBase, path: str, *, learns: bool) -> None:
@@ -277,8 +283,8 @@ def _keeps_answers(check: Check, tokenizer: PreTrainedTokenizerBase) -> None:
 # ---- rewards
 
 
-def _rewards(check: Check, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Calls the reward function with possible answers to the first prompt; with batches, in both orders."""
+def _rewards(check: Check, prompt: Prompt | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Calls the reward function with possible answers to the prompt; with batches, in both orders."""
     config = check.config
     if config.train.agent:
         check.say("not tried: the agent gives the rewards. `openrlhf agent try` plays one of its episodes")
@@ -290,15 +296,16 @@ def _rewards(check: Check, prompts: list[Prompt], tokenizer: PreTrainedTokenizer
     if not config.reward_function:
         check.say("not tried: reward models or a teacher give the rewards, and no model is loaded here")
         return
-    if not prompts:
+    if prompt is None:
         check.say("not tried: there are no prompts")
         return
-    prompt = prompts[0]
-    answers = _answers("" if prompt.label is None else str(prompt.label)) | {"copied": _question(prompt)}
+    asked = prompt.messages[-1].get("content") if prompt.messages else None
+    answers = _answers("" if prompt.label is None else str(prompt.label))
+    answers["copied"] = asked if isinstance(asked, str) else prompt.text
     end = tokenizer.eos_token if tokenizer is not None and tokenizer.eos_token else ""
     in_order = [answer + end for answer in answers.values()]
     batches = [in_order, in_order, in_order[::-1]] if config.reward.batch > 1 else [in_order]
-    rewards, *others = asyncio.run(_called(config, prompt, batches))
+    rewards, *others = asyncio.run(_called(check, prompt, batches))
     for (name, answer), reward in zip(answers.items(), rewards, strict=True):
         check.say(f"{name:<12} {reward.reward:<8g} {answer if len(answer) < 60 else answer[:56] + ' ...'!r}")
     *found, copied = [reward.reward for reward in rewards]
@@ -352,15 +359,10 @@ def _answers(label: str) -> dict[str, str]:
     return right | {"wrong": wrong, "empty": ""}
 
 
-def _question(prompt: Prompt) -> str:
-    content = prompt.messages[-1].get("content") if prompt.messages else None
-    return content if isinstance(content, str) else prompt.text
-
-
-async def _called(config: PPOConfig, prompt: Prompt, batches: Sequence[Sequence[str]]) -> list[list[Reward]]:
+async def _called(check: Check, prompt: Prompt, batches: Sequence[Sequence[str]]) -> list[list[Reward]]:
     """Calls the reward function with each batch of answers. Raises UsageError if a call fails."""
-    function = str(config.reward_function)
-    limits = {"timeout": config.reward.timeout, "memory_gb": config.reward.memory_gb}
+    function, reward = str(check.config.reward_function), check.config.reward
+    limits = {"timeout": reward.timeout, "memory_gb": reward.memory_gb}
     source = RewardFunction(function, batch_size=max(map(len, batches)), **limits)
     try:
         found = []
@@ -369,7 +371,7 @@ async def _called(config: PPOConfig, prompt: Prompt, batches: Sequence[Sequence[
             found.append(list(await asyncio.gather(*calls)))
         return found
     except RewardError as error:
-        raise UsageError(ErrorCode.USER_CODE, str(error), flag=REWARD_FLAG, value=function) from error
+        raise UsageError(ErrorCode.USER_CODE, str(error), flag=check.reward_flag, value=function) from error
     finally:
         source.close()
 
@@ -381,7 +383,7 @@ def _reach(check: Check, url: str) -> None:
         socket.create_connection((str(parts.hostname), port), timeout=3).close()
     except OSError as error:
         text = f"the reward server does not answer: {error}.\nStart it before the run."
-        check.problems.append(UsageError(ErrorCode.NOT_FOUND, text, flag=REWARD_FLAG, value=url))
+        check.problems.append(UsageError(ErrorCode.NOT_FOUND, text, flag=check.reward_flag, value=url))
     else:
         check.say(f"{url} accepts connections")
 

@@ -238,6 +238,17 @@ def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.processes
+def test_a_task_is_tried_with_its_own_reward(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text(REWARD % "0.0")
+    Path("own.py").write_text(REWARD % RIGHT)
+    rows = [{"input": f"{n}?", "answer": "7", "datasource": source} for n in range(5) for source in "ab"]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, text = checked([*words, "--tasks.a.reward", "own.py"], capsys)
+    of_others, of_a = text.partition("rewards of other prompts")[2].split("rewards of a\n")
+    assert code == 0 and "right        0 " in of_others and of_a.startswith("  right        1 ")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("reward", "remark"),
     [
