@@ -362,15 +362,14 @@ def _sources(c: PPOConfig) -> Iterator[Problem]:
     if weights is not None and reward.models and len(weights) != len(reward.models):
         text = f"has {len(weights)} weights for {len(reward.models)} reward models; give one for each"
         yield Problem("reward.model_weights", text)
-    buffers = {"reward": reward.overlong_buffer_len} | {
-        f"tasks.{task}": length for task, length in c.task_values("overlong_buffer_len").items()
-    }
-    for key, length in ((f"{of}.overlong_buffer_len", n) for of, n in buffers.items() if n is not None):
-        if length > c.longest_response:
+    name = "overlong_buffer_len"
+    buffers = {f"tasks.{task}.{name}": length for task, length in c.task_values(name).items()}
+    for key, length in (buffers | {f"reward.{name}": reward.overlong_buffer_len}).items():
+        if (length or 0) > c.longest_response:
             limit = "rollout.max_new_tokens" if c.rollout.max_new_tokens else "data.max_len"
             text = f"is more than {limit} {c.longest_response}; use at most {c.longest_response}"
             yield Problem(key, text)
-        if c.agents and c.rollout.max_new_tokens:
+        if c.agents and c.rollout.max_new_tokens and length is not None:
             limit = f"rollout.max_new_tokens {c.rollout.max_new_tokens} is the limit of one answer"
             text = f"counts all answers of an episode, and {limit}: longer episodes have the whole penalty"
             yield remark(key, text)

@@ -138,7 +138,9 @@ class RLRun:
                 print(table, file=sys.stderr, flush=True)
             trainer = build_trainer(config, self.argv, roles, self.data, self.checkpoints, self.tag)
             if config.learns:
-                trainer.observer.message(_memory_of_rows(roles))
+                groups = {"actor": roles.policy, "critic": roles.critic}
+                needs = [f"{role} {group.memory_of_rows()}" for role, group in groups.items() if group]
+                trainer.observer.message(f"estimated memory of a rank: {'; '.join(needs)}")
             trainer.observer.started(self.clock)
             watchdog = roles.watchdog(config)
             watchdog.start()
@@ -179,12 +181,6 @@ def end_without_head(trainer: PPOTrainer[PolicyRanks], address: str) -> None:
     )
     notify(f"error: {describe(RunError(ErrorCode.CLUSTER, text))}\n{position(trainer, False)}")
     os._exit(EXIT_FAILURE)
-
-
-def _memory_of_rows(roles: Roles) -> str:
-    groups = {"actor": roles.policy, "critic": roles.critic}
-    needs = [f"{role} {group.memory_of_rows()}" for role, group in groups.items() if group]
-    return f"estimated memory of a rank: {'; '.join(needs)}"
 
 
 def _run_fingerprint(config: PPOConfig, data: RLData) -> RunFingerprint:

@@ -58,8 +58,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics
     if not finished:
         return metrics
     actions = [t.action_ids for t in finished]
+    extra = defaultdict[str, list[float]](list)
+    for t in finished:
+        for name, value in t.extra_logs.items() if t.is_first else ():
+            extra[f"rollout/{name}"].append(value)
     return (
-        _extra_means([t for t in finished if t.is_first])
+        {name: fmean(values) for name, values in sorted(extra.items())}
         | _reward_and_length(finished)
         | _staleness(finished, version)
         | _nuclei(finished)
@@ -161,11 +165,3 @@ def _repeated_fractions(samples: Sequence[np.ndarray]) -> list[float]:
         hashes[start:end].sort()
     repeated = np.concatenate([[0], (hashes[1:] == hashes[:-1]).cumsum()])
     return ((repeated[ends - 1] - repeated[starts]) / (ends - starts)).tolist()
-
-
-def _extra_means(finished: Sequence[Trajectory]) -> Metrics:
-    names = sorted({name for t in finished for name in t.extra_logs})
-    return {
-        f"rollout/{name}": fmean(t.extra_logs[name] for t in finished if name in t.extra_logs)
-        for name in names
-    }

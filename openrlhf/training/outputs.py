@@ -26,20 +26,14 @@ def with_outputs(batch: Batch, passes: Sequence[Forward], step: int) -> Batch:
     `passes`: the forward passes of policy, critic, teacher and reference, in this order; the batch has no
     column of a model without one. Raises RunError for an output that is not finite."""
     answers = [p.result() if p else None for p in passes]
-    check_outputs(zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), step)
     log_probs, values, of_teacher, of_reference = answers
-    return replace(
-        batch, log_probs=log_probs, values=values, teacher_log_probs=of_teacher, ref_log_probs=of_reference
-    )
-
-
-def check_outputs(answers: Iterable[tuple[str, np.ndarray | None]], step: int) -> None:
-    """Raises RunError if a model's output for any action is not finite. `answers`: (name of the model, its
-    (A,) output)."""
-    for model, answer in answers:
+    for model, answer in zip(("policy", "critic", "teacher", "reference model"), answers, strict=True):
         if answer is not None and (bad := int((~np.isfinite(answer)).sum())):
             text = (
                 f"step {step}: {bad} of {len(answer)} outputs of the {model} are not finite. Nothing was "
                 "learned from them.\nLook at its weights and at the step's rollouts in the run folder."
             )
             raise RunError(ErrorCode.NOT_FINITE, text)
+    return replace(
+        batch, log_probs=log_probs, values=values, teacher_log_probs=of_teacher, ref_log_probs=of_reference
+    )

@@ -113,8 +113,6 @@ BASELINES: Mapping[str, Callable[[Sequence[float]], Sequence[float]] | None] = {
     "rloo": lambda rewards: [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards],
 }
 """Estimator -> function of the rewards of a group of at least two samples; None: rewards are not compared."""
-NOT_PENALTIES = ("estimator", "kl_coef")
-"""Values of tasks that are no penalties."""
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 DISCOUNTED = ("gae", "reinforce")
 """Estimators that discount, and that use the rewards of turns."""
@@ -122,7 +120,7 @@ DISCOUNTED = ("gae", "reinforce")
 
 def _of_task(source: str, reward: RewardConfig, tasks: Mapping[str, Mapping[str, Any]]) -> RewardConfig:
     """Returns the penalties of a source: the run's, with the values of its task."""
-    values = {key: of[source] for key, of in tasks.items() if key not in NOT_PENALTIES and source in of}
+    values = {key: of[source] for key, of in tasks.items() if hasattr(reward, key) and source in of}
     return replace(reward, **values)
 
 

@@ -45,12 +45,8 @@ class RankChecks(Hook):
             self._check_outputs(batch.select(some), step)
 
     def _check_outputs(self, sequences: Batch, step: int) -> None:
-        model, row, config = (
-            self.worker.model.module.model,
-            PackedRow.from_batch(sequences),
-            self.worker.config,
-        )
-        dtype = config.ds.param_dtype
+        model, config = self.worker.model.module.model, self.worker.config
+        row, dtype = PackedRow.from_batch(sequences), config.ds.param_dtype
         if isinstance(self.worker, CriticWorker):
             check_values(model, row, torch.from_numpy(not_none(sequences.values)), dtype=dtype, step=step)
         elif sequences.log_probs is not None:

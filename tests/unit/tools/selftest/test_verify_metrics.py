@@ -54,7 +54,7 @@ def test_metrics_of_samples_by_hand() -> None:
             "rollout/truncated_rate": 0.2,
             "rollout/staleness_mean": (1 + 8 + 5) / 10,
             "rollout/staleness_max": 4.0,
-            "rollout/duplicate_ratio": 1 / 3,
+            "rollout/duplicate_ratio": 1 / 2,
         },
         rel=1e-4,
     )
