@@ -156,7 +156,9 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.models.self_check import resolve_row_layout, transformers_attention
     from openrlhf.models.sizes import learner_size, model_size
-    from openrlhf.models.tokenizers import load_tokenizer, missing_embeddings, policy_tokenizer, saved_reader
+    from openrlhf.models.tokenizers import (
+        load_run_tokenizer, load_tokenizer, missing_embeddings, saved_reader,
+    )
     from openrlhf.nvidia_smi import gpu_bytes, gpu_names
     from openrlhf.observability.failures import commonest_failure, headline
     from openrlhf.observability.hooks.load import check_hooks
@@ -189,7 +191,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.advantages import advantage_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
     from openrlhf.training.evaluate import evaluation_metrics
-    from openrlhf.training.models import load_reward_model, load_run_tokenizer
+    from openrlhf.training.models import load_reward_model
     from openrlhf.training.objectives.critic import CriticObjective
     from openrlhf.training.objectives.dpo import DPOObjective
     from openrlhf.training.objectives.kto import KTOObjective

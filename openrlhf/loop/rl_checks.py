@@ -20,7 +20,7 @@ from openrlhf.models.router_replay import check_replay
 from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, score_statistics
 from openrlhf.models.tensor_parallel import check_tensor_parallel
-from openrlhf.models.tokenizers import policy_processor, policy_tokenizer
+from openrlhf.models.tokenizers import load_run_tokenizer, policy_processor
 from openrlhf.observability.hooks.load import check_hooks
 from openrlhf.observability.trackers.load import build_trackers
 from openrlhf.rewards.function import check_reward_file
@@ -137,7 +137,7 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     check = partial(
         check_agent_file,
         limits=[name for name, value in limits.items() if value],
-        tokenizer=partial(policy_tokenizer, config),
+        tokenizer=partial(load_run_tokenizer, config),
         is_chat=config.data.apply_chat_template,
     )
     for key, agent in config.agents.items():

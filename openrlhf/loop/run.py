@@ -61,7 +61,7 @@ from openrlhf.loop.verb_arguments import (
     read_metrics,
     whole,
 )
-from openrlhf.models.tokenizers import policy_tokenizer
+from openrlhf.models.tokenizers import load_run_tokenizer
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import build_hooks, check_hooks
 from openrlhf.observability.lock import locked
@@ -123,7 +123,7 @@ class Run:
         self.config, self._explicit = invocation.config, invocation.explicit
         choose_hub(self.config.use_ms)
         check_places(self.config)
-        self.tokenizer = policy_tokenizer(self.config)
+        self.tokenizer = load_run_tokenizer(self.config)
         check_hooks(self.config.train.hooks, verify_steps=0)
         self._hooks = build_hooks(self.config.train.hooks)
         with ExitStack() as held:

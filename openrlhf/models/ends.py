@@ -13,6 +13,7 @@ from openrlhf.data.encode import tokenize_text
 from openrlhf.data.templates import ending
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.hub import model_folder
+from openrlhf.models.tokenizers import own_model
 from openrlhf.text import decode
 
 GENERATION = "generation_config.json"
@@ -45,8 +46,7 @@ def check_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool
     """Raises UsageError if no token ends a response of the run's model, or if the chat template ends an
     answer with another. `learns`: True if the model learns ends: the tokenizer's, or the template's, which
     then is an end token of the exported model."""
-    section = "actor" if hasattr(config, "actor") else "model"
-    flag, path = f"--{section}.model_name_or_path", getattr(config, section).model_name_or_path
+    flag, path = own_model(config)
     ids, end = stop_token_ids(path, tokenizer), template_end(config, tokenizer)
     if not ids or (learns and tokenizer.eos_token_id is None and not end):
         text = "no token ends a response. Set eos_token in the tokenizer_config.json of the model."

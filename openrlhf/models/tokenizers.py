@@ -41,23 +41,30 @@ def load_tokenizer(
     return tokenizer
 
 
-def policy_tokenizer(config: Any) -> PreTrainedTokenizerBase:
-    """Loads the policy's tokenizer, with which a run encodes prompts and decodes responses."""
-    flag, path = config.trained_models["policy"]
+def own_model(config: Any) -> tuple[str, str]:
+    """Returns the flag, and the name or path, of the model that a command trains or queries: in RL, of the
+    policy."""
+    section = "actor" if hasattr(config, "actor") else "model"
+    return f"--{section}.model_name_or_path", getattr(config, section).model_name_or_path
+
+
+def load_run_tokenizer(config: Any) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of `own_model`, as `config.data` says."""
+    flag, path = own_model(config)
     return load_tokenizer(
         path,
         flag=flag,
         use_fast=not config.data.disable_fast_tokenizer,
-        chat_template=config.data.tokenizer_chat_template,
+        chat_template=getattr(config.data, "tokenizer_chat_template", None),
     )
 
 
 def policy_processor(config: Any) -> Any:
     """Returns the policy's tokenizer or, if prompts have images, its processor with that tokenizer."""
-    tokenizer = policy_tokenizer(config)
+    tokenizer = load_run_tokenizer(config)
     if not config.reads_images:
         return tokenizer
-    return processor_around(tokenizer, config.trained_models["policy"][1])
+    return processor_around(tokenizer, own_model(config)[1])
 
 
 def saved_reader(tokenizer: PreTrainedTokenizerBase, path: str, *, images: bool) -> Any:

@@ -1,15 +1,13 @@
-"""Loads the models of training commands, with the precision and kernels of `ds.*`; tokenizers."""
+"""Loads the models of training commands, with the precision and kernels of `ds.*`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from openrlhf.config.supervised import MODEL_FLAG
 from openrlhf.models.configurations import apply_kwargs, check_class, load_config
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.scorer import ScoreModel, load_scorer
-from openrlhf.models.tokenizers import load_tokenizer
 
 
 def load_language_model(config: Any, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
@@ -52,13 +50,3 @@ def loading_options(config: Any, flag: str) -> dict[str, Any]:
         "images": config.data.reads_images,
         "model_kwargs": model_kwargs(config, flag),
     }
-
-
-def load_run_tokenizer(config: Any) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `config.model`, the model to train or to query, as `config.data` says."""
-    return load_tokenizer(
-        config.model.model_name_or_path,
-        flag=MODEL_FLAG,
-        use_fast=not config.data.disable_fast_tokenizer,
-        chat_template=getattr(config.data, "tokenizer_chat_template", None),
-    )

@@ -30,9 +30,9 @@ from openrlhf.models.configurations import check_room, load_config
 from openrlhf.models.ends import log_stops
 from openrlhf.models.tokenizers import (
     check_same_vocabulary,
+    load_run_tokenizer,
     load_tokenizer,
     missing_embeddings,
-    policy_tokenizer,
     reads_tokens_like,
 )
 from openrlhf.rewards.models import check_conversations, has_own_template
@@ -69,7 +69,7 @@ def build_prompt_datasets(
 ) -> tuple[PromptDataset, PromptDataset, PreTrainedTokenizerBase]:
     """Returns the training prompts, the evaluation prompts and the policy's tokenizer."""
     data, evaluation = config.data, config.eval
-    tokenizer = policy_tokenizer(config)
+    tokenizer = load_run_tokenizer(config)
     check_vocabularies(config, tokenizer)
     reader = PromptReader(config, tokenizer)
     flag, options = "--data.prompt_dataset", {"split": data.prompt_split, "max_samples": data.max_samples}

@@ -38,7 +38,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import Replay
 from openrlhf.models.saving import save_ends
 from openrlhf.models.scorer import ValueModel
-from openrlhf.models.tokenizers import policy_tokenizer, saved_reader
+from openrlhf.models.tokenizers import load_run_tokenizer, saved_reader
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.observability.hooks.load import attached
@@ -144,7 +144,7 @@ class TrainedWorker(ModelWorker[TrainedRank], ABC):
         with exporting(folder) if self.rank == 0 else nullcontext(folder) as made:
             self.model.export(str(made))
             if self.rank == 0:
-                (_, path), tokenizer = self.config.trained_models["policy"], policy_tokenizer(self.config)
+                (_, path), tokenizer = self.config.trained_models["policy"], load_run_tokenizer(self.config)
                 reader = saved_reader(tokenizer, path, images=self.config.reads_images)
                 reader.save_pretrained(made)
                 save_ends(made, path, stop_token_ids(path, tokenizer))

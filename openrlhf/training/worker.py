@@ -34,7 +34,7 @@ from openrlhf.models.configurations import find_max_length, load_config
 from openrlhf.models.ends import stop_token_ids
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import score_statistics
-from openrlhf.models.tokenizers import load_tokenizer, policy_tokenizer
+from openrlhf.models.tokenizers import load_run_tokenizer, load_tokenizer
 from openrlhf.rewards.models import RewardReader
 from openrlhf.rows import PackedRow
 from openrlhf.training.models import load_language_model, load_reward_model
@@ -168,7 +168,7 @@ class RewardWorker(Worker):
     def start(self, address: str, port: int) -> None:
         self.join(address, port)
         config = self.config
-        policy = policy_tokenizer(config)
+        policy = load_run_tokenizer(config)
         stops = stop_token_ids(config.actor.model_name_or_path, policy)
         self.models, self.readers, self.statistics = [], [], []
         for path in config.reward.models:

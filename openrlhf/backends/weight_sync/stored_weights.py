@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models.configurations import has_experts
-from openrlhf.models.tokenizers import policy_tokenizer
+from openrlhf.models.tokenizers import load_run_tokenizer
 from openrlhf.models.vision import SHAPES, ImageReader, image_reader
 from openrlhf.types import Image
 
@@ -80,7 +80,7 @@ def make_probe(tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, m
 def build_run_probe(config: PPOConfig) -> Probe:
     """Returns the probe of a run, whose policy may read images."""
     reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
-    return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
+    return make_probe(load_run_tokenizer(config), reader, config.data.max_len - 1)
 
 
 def build_probe(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:

@@ -11,10 +11,10 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.supervised.sft import ResponsesTask
 from openrlhf.loop.supervised.task import Parts
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
-from openrlhf.models.tokenizers import check_same_vocabulary, load_tokenizer
+from openrlhf.models.tokenizers import check_same_vocabulary, load_run_tokenizer, load_tokenizer
 from openrlhf.observability.waits import waiting
 from openrlhf.text import image_layout, patch_counts
-from openrlhf.training.models import load_language_model, load_run_tokenizer
+from openrlhf.training.models import load_language_model
 from openrlhf.training.objectives.kd import DistillationObjective
 
 TEACHER_FLAG = "--teacher.model_name_or_path"

@@ -11,8 +11,8 @@ from openrlhf.models.experts import check_experts, check_routers
 from openrlhf.models.loading import check_model
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
-from openrlhf.models.tokenizers import saved_reader
-from openrlhf.training.models import check_loadable, load_run_tokenizer
+from openrlhf.models.tokenizers import load_run_tokenizer, saved_reader
+from openrlhf.training.models import check_loadable
 
 
 def check_models(task: Task) -> None:

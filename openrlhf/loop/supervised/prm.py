@@ -9,8 +9,8 @@ from openrlhf.config.supervised_commands import PRM
 from openrlhf.data.steps import build_steps, reward_token_ids
 from openrlhf.loop.supervised.task import Parts, Task
 from openrlhf.models.process_reward import ProcessRewardModel
+from openrlhf.models.tokenizers import load_run_tokenizer
 from openrlhf.rows import StepsRow
-from openrlhf.training.models import load_run_tokenizer
 from openrlhf.training.objectives.prm import ProcessObjective
 
 

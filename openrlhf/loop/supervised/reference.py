@@ -20,10 +20,10 @@ from openrlhf.models.backbone import RowModel
 from openrlhf.models.configurations import model_digest
 from openrlhf.models.lora import disabled_adapters, has_adapters
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.tokenizers import check_same_vocabulary, load_tokenizer
+from openrlhf.models.tokenizers import check_same_vocabulary, load_run_tokenizer, load_tokenizer
 from openrlhf.observability.waits import waiting
 from openrlhf.rows import PackedRow
-from openrlhf.training.models import load_language_model, load_run_tokenizer
+from openrlhf.training.models import load_language_model
 from openrlhf.training.objectives.reference import Reference
 from openrlhf.training.precompute import cached_array, values_of_items
 

@@ -50,13 +50,13 @@ from openrlhf.models.ends import log_stops, trained_ends
 from openrlhf.models.experts import freeze_routers
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.saving import save_ends
+from openrlhf.models.tokenizers import load_run_tokenizer
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.load import attached, build_hooks
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.startup import StartClock
 from openrlhf.observability.waits import waiting
 from openrlhf.text import Calendar
-from openrlhf.training.models import load_run_tokenizer
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.publish import publish
 

@@ -27,7 +27,7 @@ from openrlhf.api import (
     engine_class,
     engine_options,
     load_config,
-    policy_tokenizer,
+    load_run_tokenizer,
     waiting,
 )
 from openrlhf.api import runs_of_version as runs
@@ -70,7 +70,7 @@ async def play(config: PPOConfig, prompt: Prompt) -> PromptGroup:
 
 def report(config: PPOConfig, group: PromptGroup) -> None:
     console = colour_console(sys.stdout)
-    tokenizer = policy_tokenizer(config)
+    tokenizer = load_run_tokenizer(config)
     episodes: dict[int, list[Trajectory]] = {}
     for t in group.trajectories:
         episodes.setdefault(t.sample_index, []).append(t)

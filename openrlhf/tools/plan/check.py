@@ -49,7 +49,6 @@ from openrlhf.api import (
     final_answer,
     load_run_tokenizer,
     missing_template,
-    policy_tokenizer,
     readable,
     rl_data_notes,
     stop_token_ids,
@@ -223,7 +222,7 @@ def _rl_data(check: Check) -> None:
     config, tokenizer, prompts = check.config, None, {}
     is_chat = config.data.apply_chat_template
     with check.part("prompts: their tokens have no loss, those of responses do"):
-        tokenizer = policy_tokenizer(config)
+        tokenizer = load_run_tokenizer(config)
         check.screen.first_tokens(tokenizer, is_chat=is_chat)
         prompts = _show_prompts(check, tokenizer)
     if tokenizer is not None:

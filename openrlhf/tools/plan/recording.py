@@ -19,7 +19,7 @@ from openrlhf.api import (
     Trajectory,
     counted,
     decode,
-    policy_tokenizer,
+    load_run_tokenizer,
 )
 from openrlhf.tools.command_line.terminal import colour_console, say
 from openrlhf.tools.plan.agent import departure, play, prepare, print_turns, shared
@@ -74,7 +74,7 @@ def _shown(tokenizer: Any, token_ids: list[int], start: int) -> str:
 def run(config: PPOConfig) -> int:
     """Returns the program's exit status; 1 if it could not be run."""
     group = asyncio.run(play(config, prepare(config)))
-    report(colour_console(sys.stderr), policy_tokenizer(config), group.trajectories)
+    report(colour_console(sys.stderr), load_run_tokenizer(config), group.trajectories)
     first = group.trajectories[0]
     return int(first.extra_logs[STATUS]) if first.ok else 1
 

@@ -22,9 +22,9 @@ from openrlhf.errors import ErrorCode
 from openrlhf.loop.supervised.datasets import build_train_set
 from openrlhf.loop.supervised.sft import SFTTask
 from openrlhf.models.configurations import model_digest, model_fingerprint
+from openrlhf.models.tokenizers import load_run_tokenizer
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
 from openrlhf.text import Calendar
-from openrlhf.training.models import load_run_tokenizer
 
 KEY = {"rows": "abc", "options": {"max_len": 8}}
 

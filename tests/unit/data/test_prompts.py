@@ -22,7 +22,7 @@ from openrlhf.data.prompt_sampler import PromptDataset, PromptDraws, PromptSampl
 from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.tokenizers import policy_tokenizer
+from openrlhf.models.tokenizers import load_run_tokenizer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_model, tiny_tokenizer
 from openrlhf.training.rl_data import (
     build_data,
@@ -521,4 +521,4 @@ def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_to
     )
     prompts, _, tokenizer = build_prompt_datasets(config)
     assert prompts[0].text == "Q: 1 + 1 A:"
-    assert tokenizer.chat_template == policy_tokenizer(config).chat_template == template
+    assert tokenizer.chat_template == load_run_tokenizer(config).chat_template == template
