@@ -100,7 +100,7 @@ class Run:
 
     def __init__(
         self,
-        config: str | os.PathLike | None = None,
+        config: str | os.PathLike | Mapping[str, Any] | None = None,
         *,
         steps: int | None = None,
         placement: Placement = "local",
@@ -108,8 +108,8 @@ class Run:
     ) -> None:
         """Loads the models and starts the engine.
 
-        config: a YAML file with flags of `openrlhf ppo`. `flags` override it, such as
-            `**{"rollout.temperature": 0.7}`; `actor` is the policy's model and `lr` its learning rate.
+        config: a YAML file, or a dict, with flags of `openrlhf ppo`, dotted or nested. `flags` override it,
+            such as `**{"rollout.temperature": 0.7}`; `actor` is the policy's model, `lr` its learning rate.
         steps: number of optimizer steps of the whole loop, for the schedule of the learning rate. None: the
             learning rate is constant.
         placement: `local`: everything is in this process. Unless flags say otherwise, the engine is that of

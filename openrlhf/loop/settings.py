@@ -35,14 +35,25 @@ Placement = Literal["local", "ray"]
 
 
 def read_settings(
-    config: str | os.PathLike | None, flags: Mapping[str, Any], *, steps: int | None, placement: Placement
+    config: str | os.PathLike | Mapping[str, Any] | None,
+    flags: Mapping[str, Any],
+    *,
+    steps: int | None,
+    placement: Placement,
 ) -> Invocation[PPOConfig]:
-    """Returns the configuration of a run. `config`: a YAML file; `flags` override it. `steps`, `placement`:
-    see `Run`. Raises UsageError that lists all problems."""
+    """Returns the configuration of a run. `flags` override those of `config`. All arguments: see `Run`.
+    Raises UsageError that lists all problems."""
     if placement not in get_args(Placement):
         text = f"expects {' or '.join(get_args(Placement))}"
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag="placement", value=placement)
-    argv = [] if config is None else ["--config", os.fspath(config)]
+    flags, argv = dict(_dotted(flags)), []
+    if isinstance(config, Mapping):
+        flags = dict(_dotted(config)) | flags
+    elif isinstance(config, str | os.PathLike):
+        argv = ["--config", os.fspath(config)]
+    elif config is not None:
+        text = "expects the name of a YAML file, or a dict of flags"
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag="config", value=config)
     for short, value in flags.items():
         name = SHORT.get(short, short)
         if name != short and name in flags:
@@ -64,6 +75,15 @@ def read_settings(
 
     command = replace(PPO, problems=loop_problems, placed=placed)
     return parse(command, argv, resolve=resolve, raises=True)
+
+
+def _dotted(flags: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields flags of nested mappings by their whole names. A flag may itself have a mapping as its value."""
+    for name, value in flags.items():
+        if isinstance(value, Mapping) and not find_flag(PPOConfig, prefix + name):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _set_one_process(config: PPOConfig) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from transformers import (
 
 from openrlhf.data.encode import tokenize_text
 from openrlhf.data.templates import ending
-from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.hub import model_folder
 from openrlhf.models.tokenizers import own_model
 from openrlhf.text import decode
@@ -26,8 +26,11 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if os.path.exists(os.path.join(path, GENERATION)) or not os.path.exists(path):
         try:
             found = GenerationConfig.from_pretrained(path).eos_token_id
-        except OSError:  # a hub model without a generation config
-            found = None
+        except (OSError, TypeError) as error:
+            if os.path.exists(path):
+                text = f"its {GENERATION} cannot be read: {first_line(error)}\nCorrect or remove it."
+                raise UsageError(ErrorCode.INVALID_MODEL, text, value=path) from error
+            found = None  # a hub model without a generation config
         more = found if isinstance(found, list) else [found]
         if any(type(token) not in (int, NoneType) for token in more):
             text = f"{GENERATION} has eos_token_id {found!r}. Write the number of the token there, or a list."

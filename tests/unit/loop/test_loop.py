@@ -535,6 +535,18 @@ def test_given_answers_are_those_that_supervised_training_learns(start, model, t
     run.update(replace(batch, rollout_log_probs=log_probs)).result(60)
 
 
+def test_flags_may_be_a_dict_and_nested(model):
+    given = {"actor": {"model_name_or_path": model, "model_kwargs": {"hidden_act": "gelu"}}, "lr": 1e-3}
+    nested = {"algo": {"advantage": {"estimator": "rloo"}}, "rollout.n_samples_per_prompt": 4}
+    config = read_settings(given, nested, steps=None, placement="local").config
+    assert (config.actor.adam.lr, config.algo.advantage.estimator) == (1e-3, "rloo")
+    assert config.actor.model_kwargs == {"hidden_act": "gelu"}
+    with refused(ErrorCode.UNKNOWN_FLAG, told="--algo.advantag.estimator"):
+        read_settings(given, {"algo": {"advantag": {"estimator": "rloo"}}}, steps=None, placement="local")
+    with refused(ErrorCode.INVALID_VALUE, told="a dict of flags"):
+        read_settings([model], {}, steps=None, placement="local")
+
+
 def test_a_run_on_a_cluster_has_the_defaults_of_the_command(model, tmp_path):
     """One in this process has others, which start in seconds; both count ranks by the machines they have."""
     flags = {"actor": model, "rollout.n_samples_per_prompt": 4, "ckpt.output_dir": tmp_path}

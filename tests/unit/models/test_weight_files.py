@@ -254,6 +254,15 @@ def test_an_end_of_an_answer_is_the_number_of_a_token(tmp_path: Path, value: obj
         stop_token_ids(model, load_tokenizer(model, flag=FLAG))
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "null"])
+def test_a_damaged_generation_config_is_not_left_out(tmp_path: Path, text: str) -> None:
+    """Without its end tokens, no answer of a chat model would end."""
+    model = changed(tmp_path, "config.json")
+    Path(model, "generation_config.json").write_text(text)
+    with refused(ErrorCode.INVALID_MODEL, value=model, told="generation_config.json"):
+        stop_token_ids(model, load_tokenizer(model, flag=FLAG))
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_a_deep_file_is_told_in_words(tmp_path: Path, name: str) -> None:
     model = tiny_chat_model(tmp_path / "model", seed=0)
