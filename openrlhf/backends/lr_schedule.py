@@ -17,7 +17,8 @@ def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
 
     Step k of a warm-up of w >= 1 steps has the fraction (k + 1) / w, so the last warm-up step, and without a
     warm-up the first step, has the peak. The schedules are those of transformers. Their step 0 has a learning
-    rate of 0, so a run starts at their step 1, and the minimum would be reached one step after the end.
+    rate of 0, so a run starts at their step 1, and the minimum would be reached one step after the end. Steps
+    beyond `total_steps`, as a loop may take, keep the rate of the last one: a cosine would rise again.
     """
     if optim.lr_scheduler == "constant":
         return lambda step: 1.0
@@ -31,7 +32,7 @@ def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
         scheduler_specific_kwargs=_options(optim, total_steps),
     )
     (shape,) = cast(LambdaLR, scheduler).lr_lambdas
-    return lambda step: shape(step + ahead)
+    return lambda step: shape(min(step, total_steps - 1) + ahead)
 
 
 def _options(optim: OptimConfig, total_steps: int) -> dict[str, Any] | None:

@@ -110,8 +110,8 @@ class Run:
 
         config: a YAML file, or a dict, with flags of `openrlhf ppo`, dotted or nested. `flags` override it,
             such as `**{"rollout.temperature": 0.7}`; `actor` is the policy's model, `lr` its learning rate.
-        steps: number of optimizer steps of the whole loop, for the schedule of the learning rate. None: the
-            learning rate is constant.
+        steps: number of optimizer steps of the whole loop, for the schedule of the learning rate; later steps
+            keep the last rate. None: the learning rate is constant.
         placement: `local`: everything is in this process. Unless flags say otherwise, the engine is that of
             transformers and the training backend that of torch: both start in seconds. `ray`: engines and
             models are processes of a Ray cluster, with the defaults of `openrlhf ppo`.

@@ -33,8 +33,9 @@ from openrlhf.tools.reference.policy import is_covered, plain_policy_loss
 
 def plain_learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float | None:
     """Returns the learning rate of an optimizer step, from 0, of `total_steps`: i / w of the peak in step i
-    (from 1) of w warm-up steps, then a decay that would end one step after the last. None for Muon, and for
-    schedules other than constant, linear and cosine ones."""
+    (from 1) of w warm-up steps, then a decay that would end one step after the last, whose rate later steps
+    keep. None for Muon, and for schedules other than constant, linear and cosine ones."""
+    step = min(step, total_steps - 1)
     name, warmup = optim.lr_scheduler, max(1, math.ceil(optim.lr_warmup_ratio * total_steps))
     floors = {"linear": 0.0, "cosine": 0.0, "cosine_with_min_lr": optim.min_lr_ratio}
     if optim.optim != "adam" or not (name in floors or name.startswith("constant")):
@@ -43,7 +44,7 @@ def plain_learning_rate(optim: OptimConfig, step: int, total_steps: int) -> floa
         share = (step + 1) / warmup
     elif name in floors:
         left = 1 - (step + 1 - warmup) / (total_steps + 1 - warmup)
-        left = max(left, 0.0) if name == "linear" else (1 - math.cos(math.pi * left)) / 2
+        left = left if name == "linear" else (1 - math.cos(math.pi * left)) / 2
         share = floors[name] + (1 - floors[name]) * left
     else:
         share = 1.0

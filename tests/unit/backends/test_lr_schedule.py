@@ -57,6 +57,12 @@ def test_without_a_warm_up_the_peak_comes_at_once(name):
     assert rates(name, 10, 0.0)[0] == 1
 
 
+@pytest.mark.parametrize("name", LR_SCHEDULERS)
+def test_more_steps_than_planned_keep_the_last_rate(name):
+    rate = lr_schedule(OptimConfig(lr_scheduler=name), 4)
+    assert rate(7) == rate(4) == rate(3) > 0
+
+
 def test_a_resumed_schedule_goes_on():
     def scheduler() -> LambdaLR:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
