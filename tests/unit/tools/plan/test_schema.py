@@ -55,6 +55,7 @@ def test_the_recipes(what: str, gpus: int) -> None:
 
 
 def test_the_files_on_the_pages() -> None:
+    """Their first line names the file, as `# sft.yaml`; other files are of `openrlhf ppo`."""
     blocks = [
         block
         for page in DOCS.glob("*.md")
@@ -62,7 +63,9 @@ def test_the_files_on_the_pages() -> None:
         if not yaml.safe_load(block).keys() & {"policy_model"}  # of NeMo Gym
     ]
     assert len(blocks) >= 2
-    assert [problems(COMMANDS["ppo"], block) for block in blocks] == [[]] * len(blocks)
+    named = [re.match(r"# (\w+)\.yaml\n", block) for block in blocks]
+    commands = [COMMANDS.get(found[1] if found else "ppo", COMMANDS["ppo"]) for found in named]
+    assert list(map(problems, commands, blocks)) == [[]] * len(blocks)
 
 
 WRONG = {
