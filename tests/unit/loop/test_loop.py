@@ -541,8 +541,8 @@ def test_flags_may_be_a_dict_and_nested(model):
     config = read_settings(given, nested, steps=None, placement="local").config
     assert (config.actor.adam.lr, config.algo.advantage.estimator) == (1e-3, "rloo")
     assert config.actor.model_kwargs == {"hidden_act": "gelu"}
-    with refused(ErrorCode.UNKNOWN_FLAG, told="--algo.advantag.estimator"):
-        read_settings(given, {"algo": {"advantag": {"estimator": "rloo"}}}, steps=None, placement="local")
+    with refused(ErrorCode.UNKNOWN_FLAG, told="--algo.advance.estimator"):
+        read_settings(given, {"algo": {"advance": {"estimator": "rloo"}}}, steps=None, placement="local")
     with refused(ErrorCode.INVALID_VALUE, told="a dict of flags"):
         read_settings([model], {}, steps=None, placement="local")
 
