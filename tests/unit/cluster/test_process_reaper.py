@@ -15,7 +15,8 @@ import subprocess, sys, time
 
 from openrlhf.cluster.process_reaper import start_process_reaper
 
-child = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True);"
+# one write for each number, because two processes share the pipe
+child = "import os, time, subprocess as s; p = s.Popen(['sleep', '300']); os.write(1, f'{p.pid} '.encode());"
 one = subprocess.Popen([sys.executable, "-c", child + "time.sleep(300)"], start_new_session=True)
 gone = subprocess.Popen([sys.executable, "-c", child + "time.sleep(4)"])
 print(start_process_reaper().pid, one.pid, gone.wait(), flush=True)
@@ -28,7 +29,7 @@ def test_all_descendants_end_with_the_owner() -> None:
     """Also one in another session, and one whose parent has ended before."""
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        pids = [int(n) for _ in range(3) for n in owner.stdout.readline().split() if int(n)]
+        pids = [int(n) for n in owner.stdout.readline().split() if int(n)]
         assert len(pids) == 4 and all(psutil.pid_exists(pid) for pid in pids)
         owner.kill()
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
