@@ -116,6 +116,11 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
         return POLICY_LOSSES[self.policy_loss_type]
 
     @property
+    def aggregates_by_prompt(self) -> bool:
+        """True if the loss reads the prompts of actions."""
+        return AGGREGATIONS[self.loss_aggregation or self.loss.aggregation()].by_prompt
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         """Distances by which the ratio may fall below and rise above 1."""
         return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
@@ -834,8 +839,7 @@ class PPOConfig(TrainingConfig):
     def batch_columns(self) -> dict[str, Any]:
         """Arguments of `Batch.of` for the columns that not every run needs."""
         temperature = self.temperature if self.task_values("temperature") else None
-        mean = AGGREGATIONS[self.actor.loss_aggregation or self.actor.loss.aggregation()]
-        return {"by_prompt": mean.by_prompt, "temperature": temperature}
+        return {"by_prompt": self.actor.aggregates_by_prompt, "temperature": temperature}
 
     @property
     def draws_prompts(self) -> bool:
@@ -881,6 +885,11 @@ class PPOConfig(TrainingConfig):
     def critic_aux_loss_coef(self) -> float:
         own = self.critic.aux_loss_coef
         return self.actor.aux_loss_coef if own is None else own
+
+    @property
+    def critic_freezes_router(self) -> bool:
+        own = self.critic.freeze_moe_router
+        return self.actor.freeze_moe_router if own is None else own
 
     @property
     def frozen_actor_steps(self) -> int:

@@ -242,7 +242,8 @@ def _given(rows: Any, split: str, flag: str) -> Part:
     if isinstance(rows, datasets.Dataset | datasets.DatasetDict):
         return _of_split(rows, split, flag, flag)
     if not isinstance(rows, Sequence):
-        text = f"expects a path, a list of rows or a datasets.Dataset; this is a {type(rows).__name__}"
+        text = "expects a path, a list of rows, a datasets.Dataset or a pandas.DataFrame; "
+        text += f"this is a {type(rows).__name__}"
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag=flag)
     for i, row in enumerate(rows, start=1):
         if not isinstance(row, dict):

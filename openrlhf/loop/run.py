@@ -228,9 +228,9 @@ class Run:
     def prompts(
         self, source: Any, *, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[list[Prompt]]:
-        """Yields the prompts of a file, folder or hub dataset, of a `datasets.Dataset`, or of a list of rows
-        (dicts, texts or lists of messages), in batches, shuffled anew in each epoch. `batch_size`: None: all
-        prompts of an epoch. The flags `data.*` name the columns and the template.
+        """Yields the prompts of a file, folder or hub dataset, of a `datasets.Dataset` or `pandas.DataFrame`,
+        or of a list of rows (dicts, texts or lists of messages), in batches, shuffled anew in each epoch.
+        `batch_size`: None: all prompts of an epoch. The flags `data.*` name the columns and the template.
         After `load_state`, `itertools.islice(run.prompts(...), run.step, None)` leaves out those of the steps
         that are done."""
         epochs = whole("epochs", epochs)

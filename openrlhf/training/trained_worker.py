@@ -221,19 +221,7 @@ class PolicyWorker(TrainedWorker):
             ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
         )
         if texts is not None:
-            train = self.config.train
-            self.text_mini_batches = MiniBatches(
-                texts,
-                PackedRow.of,
-                batch_size=train.batch_size,
-                micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
-                max_tokens=self.row_budget(train.max_tokens_per_gpu),
-                data_rank=self.mesh.data_rank,
-                data_size=self.mesh.data,
-                seed=train.seed,
-                shuffle=False,
-                shares_prefixes=self.model.trains_on_prefixes and not self.config.reads_images,
-            )
+            self.text_mini_batches = self._build_mini_batches(texts)
         self._seek_texts()
         offload_optimizer(self.model, self.config.ds.enable_sleep)
 
@@ -295,6 +283,21 @@ class PolicyWorker(TrainedWorker):
         state = super().load_checkpoint(tag)
         self._seek_texts()
         return state
+
+    def _build_mini_batches(self, texts: SampleStore) -> MiniBatches[PackedRow]:
+        train = self.config.train
+        return MiniBatches(
+            texts,
+            PackedRow.of,
+            batch_size=train.batch_size,
+            micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+            max_tokens=self.row_budget(train.max_tokens_per_gpu),
+            data_rank=self.mesh.data_rank,
+            data_size=self.mesh.data,
+            seed=train.seed,
+            shuffle=False,
+            shares_prefixes=self.model.trains_on_prefixes and not self.config.reads_images,
+        )
 
     def _seek_texts(self) -> None:
         if self.text_mini_batches is not None:
@@ -367,8 +370,7 @@ class CriticWorker(TrainedWorker):
         gets a new head."""
         ds = self.config.ds
         scorer = load_reward_model(self.config, path, flag, in_4bit=ds.load_in_4bit)
-        own = self.config.critic.freeze_moe_router
-        if self.config.actor.freeze_moe_router if own is None else own:
+        if self.config.critic_freezes_router:
             freeze_routers(scorer.model)
         return ValueModel(prepare_for_training(scorer.model, ds))
 
