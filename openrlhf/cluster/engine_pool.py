@@ -165,17 +165,19 @@ class EnginePool:
         self.dispatcher.submit(prompts, purpose)
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
         self._replace_dead()
-        while (group := self._group_until(purpose, deadline)) is None:
+        while (group := self._group_until(purpose, started, timeout)) is None:
             self._replace_dead()
         self._take_answers()
         return group
 
-    def _group_until(self, purpose: Purpose, deadline: float | None) -> PromptGroup | None:
-        """Returns the next finished group; None if none finishes within POLL seconds. Raises RunError at the
-        deadline."""
-        left = POLL if deadline is None else deadline - time.monotonic()
+    def _group_until(self, purpose: Purpose, started: float, timeout: float | None) -> PromptGroup | None:
+        """Returns the next finished group; None if none finishes within POLL seconds. Raises RunError
+        `timeout` seconds after the start, or after the last group of any purpose: an evaluation waits behind
+        the training prompts that are sampled ahead."""
+        last = max(started, self.dispatcher.finished_at)
+        left = POLL if timeout is None else last + timeout - time.monotonic()
         try:
             return self.dispatcher.next_group(purpose, max(0.0, min(POLL, left)))
         except TimeoutError as error:

@@ -36,12 +36,11 @@ def parts_of_related(
     Sequences with a common prefix share a part, unless the largest part would then have more tokens to
     compute than in a division by lengths alone."""
     chosen = lengths if indices is None else [lengths[i] for i in indices]
-    neighbours = _compare(token_ids, lengths) if k > 1 and len(chosen) > 1 else None
-    if neighbours is None:
-        return partition(chosen, k)
-    if indices is not None:
-        neighbours = neighbours.select(np.asarray(indices), np.asarray(lengths))
-    related = Related.of_neighbours(neighbours, chosen)
+    related = None
+    if k > 1 and len(chosen) > 1 and (neighbours := _compare(token_ids, lengths)) is not None:
+        if indices is not None:
+            neighbours = neighbours.select(np.asarray(indices), np.asarray(lengths))
+        related = Related.of_neighbours(neighbours, chosen)
     return partition(chosen, k) if related is None else related.parts(k)
 
 

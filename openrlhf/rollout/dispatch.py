@@ -3,6 +3,7 @@
 
 import queue
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -159,6 +160,8 @@ class Dispatcher(Generic[EngineT]):
         self._finished: dict[Purpose, queue.SimpleQueue[PromptGroup | BaseException]] = {
             purpose: queue.SimpleQueue() for purpose in num_samples
         }
+        self.finished_at = time.monotonic()
+        """When the last group of any purpose finished."""
         self._under_way = Counter[Purpose]()
         self._waiting: deque[_Request] = deque()
         self._unscored: list[tuple[_Request, PromptGroup]] = []
@@ -332,6 +335,7 @@ class Dispatcher(Generic[EngineT]):
 
     def _hand_out(self, groups: Iterable[tuple[_Request, PromptGroup]]) -> None:
         for request, group in groups:
+            self.finished_at = time.monotonic()
             self._finished[request.purpose].put(group)
 
     def _timeout_message(self, purpose: Purpose) -> str:

@@ -1,6 +1,7 @@
 """Weight syncs and replacements of all engines of a run. Engines' processes, the policy's ranks and Ray are
 stand-ins that answer at once."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,7 +22,8 @@ from openrlhf.cluster.engine_pool import RESTARTS, EnginePool
 from openrlhf.config.ppo import EvalConfig, PPOConfig, RolloutConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.types import Prompt
+from openrlhf.rollout import dispatch
+from openrlhf.types import Prompt, PromptGroup
 
 LOG_PROBS = torch.tensor([-1.0, -3.0, -2.0])
 
@@ -224,6 +226,26 @@ def test_while_the_run_waits_for_samples_a_new_engine_gets_the_last_weights(new_
     while ("0.2", "submit_groups") not in {call[:2] for call in run.calls}:
         assert time.monotonic() < until
         time.sleep(0.001)
+
+
+def test_an_evaluation_waits_while_prompts_sampled_ahead_finish(new_run, monkeypatch) -> None:
+    clock = itertools.count(step=30)  # seconds; each look at it is later
+    pool, prompt = new_run(rollout=RolloutConfig(timeout=100)).pool, Prompt(prompt_id=0, text="1 + 1 =")
+    for module in (engine_pool, dispatch):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(engine_pool, "POLL", 0.001)
+    finished = iter(["train"] * 8 + ["eval"])
+
+    def finish_next() -> None:
+        for purpose in itertools.islice(finished, 1):
+            request = SimpleNamespace(purpose=purpose)
+            pool.dispatcher._hand_out([(request, PromptGroup(prompt=prompt, trajectories=[]))])
+
+    monkeypatch.setattr(pool, "_replace_dead", finish_next)
+    pool.submit([prompt] * 2, "eval")
+    assert pool.next_group("eval", timeout=100).prompt is prompt and next(clock) > 500
+    with refused(ErrorCode.EPISODES_FAILED, flag="--rollout.timeout", told="1 eval prompts are in flight"):
+        pool.next_group("eval", timeout=100)
 
 
 def test_a_death_during_sampling_is_no_error_of_the_run(new_run) -> None:
