@@ -5,7 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -34,6 +34,8 @@ class Question:
     input: Input
     token_ids: list[int]
     """Tokens of the prompt rendered in its template."""
+    tools: dict[str, Any] = field(default_factory=dict)
+    """The column of its tools, see `_tools_column`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class Answer:
     output: Input
     sample: Sample
     """Prompt and answer; the only action is the last token, which carries the score."""
+    tools: dict[str, Any] = field(default_factory=dict)
+    """As in `Question`."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -79,20 +83,21 @@ def build_questions(
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     chosen = rows.take([number % len(rows) for number in numbers])
 
-    def read(row: Row) -> tuple[Input, str]:
+    def read(row: Row) -> tuple[Input, dict[str, Any], str]:
         value = read_value(row, input_key, str, list)
-        asked, tools = value, None
+        asked, tools = value, {}
         if apply_chat_template:
-            asked, tools = as_messages(value), read_tools(row, tools_key)
+            asked, tools = as_messages(value), _tools_column(row, tools_key)
             check_media(asked, has_images=False)
-        return value, template(asked if suffix is None else with_suffix(asked, suffix), tools)
+        asked = asked if suffix is None else with_suffix(asked, suffix)
+        return value, tools, template(asked, tools.get(tools_key))
 
     skipped: Counter[str] = Counter()
     prompts = dict(read_each(chosen, read, bad_rows, skipped))
-    texts = [text for _, text in prompts.values()]
+    texts = [text for *_, text in prompts.values()]
     encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
     questions = []
-    for (i, (value, _)), token_ids in zip(prompts.items(), encoded, strict=True):
+    for (i, (value, tools, _)), token_ids in zip(prompts.items(), encoded, strict=True):
         try:
             check_embedded(token_ids, missing)
             if not 0 < len(token_ids) <= max_len:
@@ -101,7 +106,7 @@ def build_questions(
         except BadRow as reason:
             refuse(chosen, i, reason, bad_rows, skipped)
         else:
-            questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids))
+            questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids, tools=tools))
     _check_left(len(questions), skipped.total(), chosen)
     return questions
 
@@ -126,27 +131,33 @@ def build_answers(
     keys = {"prompt_key": input_key, "answer_keys": (output_key,), "tools_key": tools_key}
     columns = AnswerColumns(template=template, scored=scored_answer, **keys)
 
-    def read(row: Row) -> tuple[Input, Input, Text]:
+    def read(row: Row) -> tuple[Input, Input, dict[str, Any], Text]:
         value, output = read_value(row, input_key, str, list), read_value(row, output_key, str, list)
         if apply_chat_template:
-            return value, output, columns(row)[0]
+            return value, output, _tools_column(row, tools_key), columns(row)[0]
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
-        return value, output, plain_answer(template(value), output)
+        return value, output, {}, plain_answer(template(value), output)
 
     skipped: Counter[str] = Counter()
     read_texts, answers = dict(read_each(rows, read, bad_rows, skipped)), []
-    encoded = Encoder(tokenizer)(text for _, _, text in read_texts.values())
-    for (i, (value, output, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True):
+    encoded = Encoder(tokenizer)(text for *_, text in read_texts.values())
+    for (i, (value, output, tools, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True):
         try:
             check_embedded(token_ids, missing)
         except BadRow as reason:
             refuse(rows, i, reason, bad_rows, skipped)
         else:
             sample = score_last(with_end(token_ids, tokenizer), max_len)
-            answers.append(Answer(prompt_id=i, input=value, output=output, sample=sample))
+            answers.append(Answer(prompt_id=i, input=value, output=output, sample=sample, tools=tools))
     _check_left(len(answers), skipped.total(), rows)
     return answers
+
+
+def _tools_column(row: Row, key: str | None) -> dict[str, Any]:
+    """Returns the column of a row's tools, which the row of its answer has too; empty without any."""
+    tools = read_tools(row, key)
+    return {str(key): tools} if tools else {}
 
 
 def with_suffix(value: Input, suffix: str) -> Input:

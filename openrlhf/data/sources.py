@@ -26,7 +26,7 @@ from openrlhf.data.gzipped import unpacked
 from openrlhf.data.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 from openrlhf.data.remote import fetched, is_saved_dataset, is_url
 from openrlhf.data.row_func import LeftOut, RowFunction, row_function
-from openrlhf.errors import ErrorCode, UsageError, first_line, notify_once
+from openrlhf.errors import ErrorCode, UsageError, counted, first_line, notify_once
 from openrlhf.hub import dataset_folder, uses_modelscope
 from openrlhf.observability.waits import tracked
 
@@ -317,6 +317,9 @@ def _select_split(names: Sequence[str], *, place: str | Path, split: str, flag: 
     if any(splits.values()):
         if split not in splits.values():
             raise _no_split(place, split, {name for name in splits.values() if name}, flag)
+        if others := [name for name in files if splits[name] is None]:
+            text = f"{counted(len(others), 'file')} not read, because other names have a split: {others[0]}"
+            notify_once(f"note: {flag} {place}: {text}")
         files = [name for name in files if splits[name] == split]
     _note_missing(files, f"{flag} {place}")
     if twice := sorted({f"{name}{PACKED}" for name in files}.intersection(files)):

@@ -133,9 +133,13 @@ def test_batch_inference_writes_what_the_model_wrote() -> None:
         SimpleNamespace(append=rows.extend), SimpleNamespace(total=1, advance=lambda n, **figures: None)
     )
     question = Question(prompt_id=0, input=PROMPT, token_ids=prompt)
-    answer = Generated(token_ids=[*response, LLAMA.eos_token_id], finish_reason="stop")
-    recorder.answers(LLAMA)(requests_for([question], num_samples=1, run_seed=0), [answer])
-    assert [row["output"] for row in rows] == [RESPONSE]
+    marked = [LLAMA.bos_token_id, *response]  # special tokens may mark thoughts or calls
+    answers = [
+        Generated(token_ids=[*marked, LLAMA.eos_token_id], finish_reason="stop"),
+        Generated(token_ids=marked, finish_reason="length"),
+    ]
+    recorder.answers(LLAMA)(requests_for([question], num_samples=2, run_seed=0), answers)
+    assert [row["output"] for row in rows] == [LLAMA.bos_token + RESPONSE] * 2
 
 
 def test_every_sample_of_batch_inference_has_its_own_seed() -> None:
@@ -148,8 +152,9 @@ def test_every_sample_of_batch_inference_has_its_own_seed() -> None:
 
 def test_a_chat_shows_what_the_model_wrote() -> None:
     prompt, response = split(LLAMA)
-    pieces = PiecewiseText(LLAMA, prompt)
-    assert "".join(map(pieces.add, response)) + pieces.finish() == RESPONSE == pieces.text
+    pieces, written = PiecewiseText(LLAMA, prompt), LLAMA.bos_token + RESPONSE
+    assert "".join(map(pieces.add, [LLAMA.bos_token_id, *response])) + pieces.finish() == written
+    assert pieces.text == written
 
 
 def test_the_journal_holds_what_the_policy_wrote() -> None:

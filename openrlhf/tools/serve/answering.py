@@ -71,16 +71,12 @@ class Recorder:
             rows = [
                 {
                     "input": request.question.input,
-                    "output": decode(
-                        tokenizer,
-                        answer.token_ids,
-                        after=request.question.token_ids,
-                        skip_special_tokens=True,
-                    ),
+                    "output": decode(tokenizer, written(answer), after=request.question.token_ids),
                     "finish_reason": answer.finish_reason,
                     "prompt_id": request.question.prompt_id,
                     "sample_index": request.sample_index,
                 }
+                | request.question.tools
                 for request, answer in zip(requests, answers, strict=True)
             ]
             self._record(rows, sum(len(answer.token_ids) for answer in answers))
@@ -106,6 +102,7 @@ class Recorder:
                     "prompt_id": answer.prompt_id,
                     "sample_index": 0,
                 }
+                | answer.tools
                 for answer, score in zip(answers, scores, strict=True)
             ]
             self._record(rows, sum(answer.sample.length for answer in answers))
@@ -119,6 +116,12 @@ class Recorder:
         left = ((self.phase.total or 0) - self.num_rows) * self.elapsed / self.num_rows
         figures = {"tok/s": self.num_tokens / max(self.elapsed, 1e-9), "eta": format_duration(left)}
         self.phase.advance(len(rows), **figures)
+
+
+def written(answer: Generated) -> list[int]:
+    """Returns the tokens of an answer without the stop token. Other special tokens, such as <think> of some
+    models, are part of the answer."""
+    return answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
 
 
 def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: int) -> list[Request]:

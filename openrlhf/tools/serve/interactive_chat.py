@@ -144,7 +144,7 @@ class PiecewiseText:
         return self._new_text(self._decoded())
 
     def _decoded(self) -> str:
-        return decode(self.tokenizer, self.token_ids, after=self.prompt, skip_special_tokens=True)
+        return decode(self.tokenizer, self.token_ids, after=self.prompt)
 
     def _new_text(self, text: str) -> str:
         new, self.text = text[len(self.text) :], text
@@ -231,13 +231,13 @@ def _answer(
         )
         return
     params = build_sampling_params(config, tokenizer, min(room, config.rollout.max_new_tokens or room))
-    seed = seed_at(config.train.seed, "chat", conversation.num_turns)
+    ends, seed = params.stop_token_ids or (), seed_at(config.train.seed, "chat", conversation.num_turns)
     text = PiecewiseText(tokenizer, prompt)
     if sys.stdin.isatty():
         print("Assistant: ", end="", flush=True)
     try:
         with closing(model.stream(prompt, seed, params)) as tokens:
-            for token in tokens:
+            for token in (token for token in tokens if token not in ends):
                 print(clean_text(text.add(token)), end="", flush=True)
         print(clean_text(text.finish()), flush=True)
     except KeyboardInterrupt:

@@ -148,14 +148,16 @@ def best_and_worst(rows: Sequence[Row]) -> tuple[list[Row], int]:
     for group in groups:
         best, worst = max(group, key=_reward), min(group, key=_reward)
         if _reward(best) > _reward(worst):
+            asked = _asked(best)
             pairs.append(
                 {
-                    "prompt": best["input"],
+                    "prompt": asked.pop("input"),
                     "chosen": best["output"],
                     "chosen_reward": best["reward"],
                     "rejected": worst["output"],
                     "rejected_reward": worst["reward"],
                 }
+                | asked
             )
     return pairs, len(groups) - len(pairs)
 
@@ -163,8 +165,13 @@ def best_and_worst(rows: Sequence[Row]) -> tuple[list[Row], int]:
 def _by_input(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(json.dumps(row["input"]), []).append(row)
+        groups.setdefault(json.dumps(_asked(row)), []).append(row)
     return list(groups.values())
+
+
+def _asked(row: Row) -> Row:
+    """Returns the input of a row, and its tools if it has some."""
+    return {key: row[key] for key in row if key not in ("output", "reward", "prompt_id", "sample_index")}
 
 
 _reward = itemgetter("reward")

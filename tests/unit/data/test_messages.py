@@ -4,6 +4,7 @@ import csv
 import json
 from itertools import chain
 from types import SimpleNamespace
+from unittest import mock
 
 import datasets
 import pyarrow as pa
@@ -24,9 +25,11 @@ from openrlhf.data.sources import Rows, load_rows
 from openrlhf.data.templates import as_messages, read_tools, render_messages
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
+from openrlhf.models.generation import Generated
 from openrlhf.rewards.models import RewardReader
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.text import decode
+from openrlhf.tools.serve.answering import Recorder, requests_for
 
 CALLS = (
     "{% for c in m.tool_calls %}CALL {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
@@ -169,8 +172,15 @@ def test_other_commands_list_the_tools_too():
     keys = CHAT | {"input_key": "prompt", "tools_key": "tools"}
     questions = build_questions(rows, [0, 1], tokenizer, suffix=None, **keys)
     assert [decode(tokenizer, question.token_ids) for question in questions] == PROMPTS
+    answered: list[dict] = []
+    recorder = Recorder().begin(SimpleNamespace(append=answered.extend), mock.Mock(total=2))
+    generated = [Generated(token_ids=[], finish_reason="length")] * 2
+    recorder.answers(tokenizer)(requests_for(questions, num_samples=1, run_seed=0), generated)
+    assert [row["tools"] for row in answered] == [read_tools(row, "tools") for row in ROWS]
     answers = build_answers(rows, tokenizer, output_key="chosen", **keys)
     assert [decode(tokenizer, answer.sample.token_ids.tolist()) for answer in answers] == WHOLE
+    recorder.scores(0.0, 1.0)(answers, [1.0, 2.0])
+    assert [row["tools"] for row in answered[2:]] == [row["tools"] for row in answered[:2]]
 
 
 def test_a_reward_model_with_another_template_lists_the_tools():

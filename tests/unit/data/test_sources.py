@@ -312,3 +312,11 @@ def test_a_text_that_no_memory_tokenises_is_refused(tmp_path, monkeypatch):
     assert read_value({"label": "x" * 11}, "label")
     with refused(ErrorCode.INVALID_ROW):
         read_value({"input": "x" * 11}, "input", str)
+
+
+def test_files_without_a_split_beside_others_with_one_are_noted(tmp_path, capsys):
+    for name in ("train_code", "math", "science"):
+        write_lines(tmp_path / f"{name}.jsonl", ROWS[:1])
+    assert len(load(tmp_path)) == len(datasets.load_dataset(str(tmp_path), split="train")) == 1
+    told = f"note: {FLAG} {tmp_path}: 2 files not read, because other names have a split: math.jsonl"
+    assert told in capsys.readouterr().err

@@ -90,10 +90,11 @@ def test_greedy_answers_are_those_of_the_model(model: Path, capsys: pytest.Captu
         while len(ids) < start + 4 and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
             with torch.no_grad():
                 ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
+        is_ended = ids[-1] == tokenizer.eos_token_id
         assert found[number] == {
             "input": row["input"],
-            "output": tokenizer.decode(ids[start:], skip_special_tokens=True),
-            "finish_reason": "stop" if ids[-1] == tokenizer.eos_token_id else "length",
+            "output": tokenizer.decode(ids[start : len(ids) - is_ended]),
+            "finish_reason": "stop" if is_ended else "length",
             "prompt_id": number,
             "sample_index": 0,
         }

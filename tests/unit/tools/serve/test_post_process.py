@@ -34,6 +34,12 @@ def test_best_and_worst_answer_become_a_pair():
     ]
 
 
+def test_tools_belong_to_the_question():
+    rows = [row("a", text, i) | {"tools": [tools]} for i, text in enumerate("xy") for tools in ({}, {"n": 1})]
+    assert keep_best(rows) == rows[2:]
+    assert [pair["tools"] for pair in best_and_worst(rows)[0]] == [[{}], [{"n": 1}]]
+
+
 def test_inputs_whose_rewards_are_equal_are_dropped_and_counted():
     pairs, dropped = best_and_worst([row("a", "x", 1), row("a", "y", 1), row("alone", "z", 5), *ROWS[:3]])
     assert [pair["prompt"] for pair in pairs] == ["a"] and dropped == 2
