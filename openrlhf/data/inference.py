@@ -45,8 +45,8 @@ class Answer:
     output: Input
     sample: Sample
     """Prompt and answer; the only action is the last token, which carries the score."""
-    tools: dict[str, Any] = field(default_factory=dict)
-    """As in `Question`."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """The columns of its tools, and of why it ended."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -133,23 +133,24 @@ def build_answers(
 
     def read(row: Row) -> tuple[Input, Input, dict[str, Any], Text]:
         value, output = read_value(row, input_key, str, list), read_value(row, output_key, str, list)
+        ended = {key: row[key] for key in ("finish_reason",) if key in row}
         if apply_chat_template:
-            return value, output, _tools_column(row, tools_key), columns(row)[0]
+            return value, output, _tools_column(row, tools_key) | ended, columns(row)[0]
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
-        return value, output, {}, plain_answer(template(value), output)
+        return value, output, ended, plain_answer(template(value), output)
 
     skipped: Counter[str] = Counter()
     read_texts, answers = dict(read_each(rows, read, bad_rows, skipped)), []
     encoded = Encoder(tokenizer)(text for *_, text in read_texts.values())
-    for (i, (value, output, tools, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True):
+    for (i, (value, output, kept, _)), (token_ids, _) in zip(read_texts.items(), encoded, strict=True):
         try:
             check_embedded(token_ids, missing)
         except BadRow as reason:
             refuse(rows, i, reason, bad_rows, skipped)
         else:
             sample = score_last(with_end(token_ids, tokenizer), max_len)
-            answers.append(Answer(prompt_id=i, input=value, output=output, sample=sample, tools=tools))
+            answers.append(Answer(prompt_id=i, input=value, output=output, sample=sample, kept=kept))
     _check_left(len(answers), skipped.total(), rows)
     return answers
 

@@ -102,7 +102,7 @@ class Recorder:
                     "prompt_id": answer.prompt_id,
                     "sample_index": 0,
                 }
-                | answer.tools
+                | answer.kept
                 for answer, score in zip(answers, scores, strict=True)
             ]
             self._record(rows, sum(answer.sample.length for answer in answers))

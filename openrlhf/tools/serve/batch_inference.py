@@ -63,6 +63,7 @@ from openrlhf.tools.serve.result_file import (
     finished,
     keep_best,
     merge,
+    num_truncated,
     write_origin,
     write_rewards,
     write_rows,
@@ -252,8 +253,8 @@ def _finish(
         text = f"has {counted(len(rows), 'row')} instead of {num_wanted}. Another run may be writing it."
         raise RunError(ErrorCode.IN_USE, text, value=config.raw_path)
     facts = [counted(len(rows), "row")]
-    cut = sum(row.get("finish_reason") == "length" for row in rows)
-    facts += [f"{cut} truncated at rollout.max_new_tokens {config.rollout.max_new_tokens}"] if cut else []
+    limit = "" if config.task == "rm" else f" at rollout.max_new_tokens {config.rollout.max_new_tokens}"
+    facts += [f"{cut} truncated{limit}"] if (cut := num_truncated(rows)) else []
     if config.post_processor:
         processed, remark = _post_process(config, rows)
         write_rows(config.output_path, processed)
@@ -266,7 +267,8 @@ def _finish(
 
 def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[dict], str]:
     if config.post_processor == "rs":
-        return keep_best(rows), ""
+        kept = keep_best(rows)
+        return kept, f", {cut} of them truncated" if (cut := num_truncated(kept)) else ""
     if config.post_processor == "csft":
         return write_rewards(rows, config.reward.template, normalize=config.reward.normalize_enable), ""
     pairs, dropped = best_and_worst(rows)

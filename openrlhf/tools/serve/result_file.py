@@ -140,6 +140,11 @@ def write_rewards(rows: Sequence[Row], template: str, *, normalize: bool) -> lis
     ]
 
 
+def num_truncated(rows: Iterable[Row]) -> int:
+    """Returns the number of answers that their token limit cut off."""
+    return sum(row.get("finish_reason") == "length" for row in rows)
+
+
 def best_and_worst(rows: Sequence[Row]) -> tuple[list[Row], int]:
     """Iterative DPO: returns the best and the worst answer to each input, the first of equal ones, and the
     number of inputs dropped because their rewards are all equal."""
@@ -171,7 +176,8 @@ def _by_input(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _asked(row: Row) -> Row:
     """Returns the input of a row, and its tools if it has some."""
-    return {key: row[key] for key in row if key not in ("output", "reward", "prompt_id", "sample_index")}
+    of_answer = ("output", "reward", "finish_reason", "prompt_id", "sample_index")
+    return {key: value for key, value in row.items() if key not in of_answer}
 
 
 _reward = itemgetter("reward")

@@ -132,6 +132,17 @@ def test_answers_are_scored(scorer: Path, more: list[str]) -> None:
         assert found[number] == row | {"reward": pytest.approx(reward, abs=1e-5)} | keys
 
 
+@pytest.mark.parametrize("reasons", [("length", "stop"), ("stop", "length")])
+def test_truncated_answers_are_counted(scorer: Path, reasons: tuple, capsys: pytest.CaptureFixture) -> None:
+    """SFT on them would learn to end where the limit was."""
+    rows = [ROWS[0] | {"output": f"{i}", "finish_reason": reason} for i, reason in enumerate(reasons)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (best,) = infer(scorer, *SCORE, "--post_processor", "rs")
+    assert best["finish_reason"] == reasons[int(best["output"])]
+    kept = ", 1 of them truncated" if best["finish_reason"] == "length" else ""
+    assert f"2 rows; 1 truncated; rs: 1 row{kept}; " in capsys.readouterr().out
+
+
 def test_the_best_and_the_worst_answer_are_kept_beside_all(scorer: Path) -> None:
     Path("rows.jsonl").write_text(
         "".join(json.dumps({"input": "1 + 1", "output": text}) + "\n" for text in ("2", "3"))
