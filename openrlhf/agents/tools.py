@@ -214,7 +214,7 @@ class Toolbox:
         """Runs all tool calls of an answer concurrently and returns their results as messages; none if it
         calls no tool."""
         calls = message.get("tool_calls") or []
-        if not calls and self.executor.call_mark in message["content"]:
+        if not calls and self.executor.call_mark in message["content"].rpartition("</think>")[2]:
             self.num_errors += 1
             return [{"role": "user", "content": UNREADABLE}]
         tasks = [asyncio.create_task(self._result(call)) for call in calls]

@@ -110,6 +110,14 @@ def test_mistakes_of_the_policy(asked: str, answer: str) -> None:
     assert (t.reward, t.extra_logs["tool_errors"]) == (1, 1)
 
 
+def test_a_call_within_thoughts_is_none() -> None:
+    """Models write drafts of calls, and servers with a reasoning parser do not make them."""
+    thought = f"<think>{call('add', a=1)} or <tool_call> no</think>"
+    assert said(f"{thought}{call('add', a=2)}{END}", f"2{END}") == ["3"]
+    t, engine = play(f"{thought}It is 2{END}")
+    assert t.extra_logs == {"tool_calls": 0, "tool_errors": 0} and len(engine.asked) == 1
+
+
 def test_failures_of_a_tool() -> None:
     """A failure of a tool is no feedback: the episode fails. The executor may declare which errors are
     mistakes of the policy."""
