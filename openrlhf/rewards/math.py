@@ -76,6 +76,8 @@ _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)
 _EAST_ASIAN = "\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0f\uff1a-\uff20"
 _EDGE = re.compile(rf"(?<=[{_EAST_ASIAN}])(?=[-\\$(.0-9A-Za-z])|(?<=[0-9A-Za-z}})$%])(?=[{_EAST_ASIAN}])")
 """An end of East Asian script, which has no spaces, and beside which math-verify finds no number."""
+_OPTION = re.compile(r"^\(?([A-Za-z])\)$")
+"""A label of multiple choice, which a response may write without parentheses."""
 _SPACED = re.compile(r"(?<=\d)\s(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"[-+]?[\d.,]+(?:[eE][-+]?\d+)?")
 _POWER = re.compile(r"(?:\^|\*\*)\W*?(\d+)[^\w!^*]*(?:(?:\^|\*\*)\W*?(\d+)|(!))?|(\d{5,})[^\w!]*!")
@@ -154,7 +156,7 @@ def grade_response(response: str, label: str | float) -> bool:
     nor a number."""
     said = response.rpartition("</think>")[2]
     response = next(iter(_TAGGED.findall(said)[-1:]), said)
-    truth, boxed = final_answer(label), extract_boxed_answer(response)
+    truth, boxed = _OPTION.sub(r"\1", final_answer(label)), extract_boxed_answer(response)
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth) and _is_worked_out(boxed, truth)
     response, truth = (_EDGE.sub(" ", text) for text in (_ENDS.sub("", response), truth))
