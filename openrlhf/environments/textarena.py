@@ -87,7 +87,9 @@ class Game:
         )
 
     def move(self, text: str) -> None:
-        self.is_over, _ = self.env.step(text)
+        """Plays a move. Thoughts before </think> are not part of it: games would read the first move in them,
+        and show them to the other players."""
+        self.is_over, _ = self.env.step(text.rpartition("</think>")[2])
 
     def reward(self, player: int) -> float:
         rewards, _ = self.env.close()

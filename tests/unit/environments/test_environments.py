@@ -329,11 +329,12 @@ def test_a_game_against_an_opponent() -> None:
 
 def test_a_game_against_itself_trains_one_player() -> None:
     """Both players ask the policy; of the two streams that of player `seed % 2` is trained on, with its
-    reward."""
-    rewards = []
+    reward. Thoughts are neither moves nor read by the other one."""
+    thinks, rewards = lambda stream: f"<think>Why not [0 1]?</think>{nim(stream)}", []
     for seed in (0, 1):
-        (t,) = play(text_arena(num_players=2, piles=[1, 2]), "Nim-v0", seed, nim)
+        (t,) = play(text_arena(num_players=2, piles=[1, 2]), "Nim-v0", seed, thinks)
         assert t.outcome is Outcome.OK, t.error
+        assert not any("Why not" in text for text, mine in turns(t) if not mine)
         assert f"Welcome to Nim, Player {seed}!" in turns(t)[0][0]
         rewards.append(t.reward)
     assert rewards == [1, -1]
