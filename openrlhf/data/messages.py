@@ -77,6 +77,20 @@ def thought_of(message: Message) -> str | None:
     return next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), None)
 
 
+def thoughts_apart(message: Message, tokenizer: "PreTrainedTokenizerBase") -> Message:
+    """Returns an answer that begins with <think>...</think> with these thoughts apart from its content, if
+    the chat template writes thoughts that are apart; else the message. Templates may write <think> at the end
+    of a prompt, so that it is no part of the answer and would be written twice, or missing in its text."""
+    content = message.get("content") if message["role"] == "assistant" else None
+    found = _THOUGHTS.fullmatch(content) if isinstance(content, str) else None
+    if not found or thought_of(message) or not reads(tokenizer, str(tokenizer.chat_template)).apart:
+        return message
+    return message | {"reasoning_content": found[1].strip("\n"), "content": found[2]}
+
+
+_THOUGHTS = re.compile(r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>\s*(.*)", re.DOTALL)
+
+
 def is_learned(message: Message) -> bool:
     """Tells whether an answer is learned: unless it has a weight of 0. Rows of Parquet have null for none."""
     return all(message.get(name) in (None, 1) for name in WEIGHTS)
@@ -149,7 +163,7 @@ def render(
 
 class Reads(NamedTuple):
     """Whether a chat template reads tools, texts and parts as contents, objects as arguments of calls and as
-    results of tools, and null as a content; and the names under which it reads thoughts."""
+    results of tools, null as a content, and thoughts apart from a content; and the names of thoughts."""
 
     tools: bool
     texts: bool
@@ -157,6 +171,7 @@ class Reads(NamedTuple):
     objects: bool
     mappings: bool
     null: bool
+    apart: bool
     thoughts: tuple[str, ...]
 
 
@@ -171,7 +186,7 @@ def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
         except Exception:  # by a template for other messages
             return ""
 
-    found = Reads(*6 * (True,), thoughts=tuple(name for name in THOUGHTS if name in template))
+    found = Reads(*7 * (True,), thoughts=tuple(name for name in THOUGHTS if name in template))
     asked = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
     text = shown(asked)
     found = found._replace(parts="probe" in text and not re.search(r"""['"]text['"]\s*:""", text))
@@ -185,9 +200,11 @@ def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
         found = found._replace(objects=False)
         found = found._replace(objects=not is_written("probe" * 2, called))
     result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": {"a": "probe" * 3}}
+    thinking = shown(asked, {"role": "assistant", "content": "probe.", THOUGHTS[0]: "probe:"})
     has_null, has_text = (shown(asked, called | {"content": content}) for content in (None, ""))
     return found._replace(
         mappings=is_written("probe" * 3, called, result),
+        apart="probe:" in thinking and "probe." in thinking,
         null=bool(_NONE.search(template) and has_null) and has_null.count("None") == has_text.count("None"),
     )
 

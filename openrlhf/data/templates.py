@@ -32,6 +32,7 @@ from openrlhf.data.messages import (
     read_text,
     reads,
     render,
+    thoughts_apart,
     with_role,
     without_nulls,
 )
@@ -218,8 +219,10 @@ def _rendered(
     **options: bool,
 ) -> str:
     check_cost(str(tokenizer.chat_template))
+    is_open = options.get("continue_final_message")  # its text is looked for
+    talk = [thoughts_apart(m, tokenizer) if m is not messages[-1] or not is_open else m for m in messages]
     try:
-        text = render(tokenizer, messages, tools=tools, **options)
+        text = render(tokenizer, talk, tools=tools, **options)
     except _REFUSALS as error:  # roles out of order, content that is not text, calls without an end
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
     if len(text) > MAX_TEXT:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.encode import tokenize_text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import is_learned, read_text
+from openrlhf.data.messages import is_learned, read_text, thoughts_apart
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Tokens
 from openrlhf.errors import ErrorCode, RunError, shortened
@@ -31,6 +31,8 @@ def check_learned(
     the answer, not the question, and end with the end-of-sequence token. Answers and questions that are not
     text are not checked."""
     question, answer = _texts(rows[i], columns)
+    if answer is not None and columns.template.apply_chat_template:
+        answer = thoughts_apart({"role": "assistant", "content": answer}, tokenizer)["content"]
     if answer is None or not answer.strip():
         return
     token_ids, learned = tokens

@@ -232,7 +232,7 @@ def test_qwen3_cannot_learn_many_turns_at_once(first):
 
 def test_a_thought_that_qwen3_writes_otherwise_is_refused():
     with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
-        sft("qwen3", [user("Hi."), assistant("<think>Hm.</think>No.")])
+        sft("qwen3", [user("Hi."), assistant("No. <think>Hm.</think>Yes.")])
     assert "message 2 of 2" in told.value.text and "--data.multiturn" not in told.value.text
 
 

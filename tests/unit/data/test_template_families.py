@@ -189,6 +189,19 @@ HEADERS |= dict.fromkeys(THINKS, "<think>\n")
 """The end of the generation prompt, which the policy reads and TRL or `renderers` marks."""
 
 
+@pytest.mark.parametrize("name", [*THINKS, "qwen3", "glm4moe", "gptoss", "muse_glimmer"])
+def test_thoughts_within_an_answer_are_those_apart_from_it(name):
+    """Rows have them in the text: with <think> or, as policies write them whose prompt ends with it,
+    without."""
+    tokenizer, asked = tokenizer_of(name), {"role": "user", "content": "1+1?"}
+    answer = {"role": "assistant", "content": "Two.", "reasoning_content": "Hm."}
+    _, expected = learned(tokenizer, [asked, answer], None)
+    for text in ("<think>\nHm.\n</think>\n\nTwo.", "<think>Hm.</think>Two.", "Hm.\n</think>\n\nTwo."):
+        _, sample = learned(tokenizer, [asked, {"role": "assistant", "content": text}], None)
+        assert sample.token_ids.tolist() == expected.token_ids.tolist()
+        assert sample.action_mask.tolist() == expected.action_mask.tolist()
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_answers_that_the_template_of_trl_marks_are_learned(name):
     """With TRL's variant for training, whose `generation` blocks mark the answers, as the template."""
