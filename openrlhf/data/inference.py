@@ -90,7 +90,7 @@ def build_questions(
             asked, tools = as_messages(value), _tools_column(row, tools_key)
             check_media(asked, has_images=False)
         asked = asked if suffix is None else with_suffix(asked, suffix)
-        return value, tools, template(asked, tools.get(tools_key))
+        return value, tools, template(asked, next(iter(tools.values()), None))
 
     skipped: Counter[str] = Counter()
     prompts = dict(read_each(chosen, read, bad_rows, skipped))

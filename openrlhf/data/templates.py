@@ -219,8 +219,9 @@ def _rendered(
     **options: bool,
 ) -> str:
     check_cost(str(tokenizer.chat_template))
-    is_open = options.get("continue_final_message")  # its text is looked for
-    talk = [thoughts_apart(m, tokenizer) if m is not messages[-1] or not is_open else m for m in messages]
+    talk = [thoughts_apart(message, tokenizer) for message in messages]
+    if options.get("continue_final_message") and not talk[-1].get("content"):
+        talk[-1] = messages[-1]  # nothing but thoughts, which would be followed by an answer
     try:
         text = render(tokenizer, talk, tools=tools, **options)
     except _REFUSALS as error:  # roles out of order, content that is not text, calls without an end

@@ -13,6 +13,7 @@ from template_families import FAMILIES, TEMPLATES, template_of, tokenizer_of
 
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
+from openrlhf.data.templates import PromptTemplate
 from openrlhf.errors import UsageError
 from openrlhf.text import Calendar
 
@@ -200,6 +201,8 @@ def test_thoughts_within_an_answer_are_those_apart_from_it(name):
         _, sample = learned(tokenizer, [asked, {"role": "assistant", "content": text}], None)
         assert sample.token_ids.tolist() == expected.token_ids.tolist()
         assert sample.action_mask.tolist() == expected.action_mask.tolist()
+        prompt = PromptTemplate(tokenizer, True, None)([asked, {"role": "assistant", "content": text[:-2]}])
+        assert tokenizer.decode(expected.token_ids).startswith(prompt) and prompt.endswith("Tw")
 
 
 @pytest.mark.parametrize("name", TRAINING)
