@@ -12,16 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, read_value
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import (
-    decoded,
-    is_blank,
-    is_learned,
-    join_text,
-    read_calls,
-    read_text,
-    thought_of,
-    thoughts_apart,
-)
+from openrlhf.data.messages import decoded, is_blank, is_learned, join_text, read_calls, read_text
 from openrlhf.data.shown import check_shown
 from openrlhf.data.templates import (
     Message,
@@ -34,6 +25,7 @@ from openrlhf.data.templates import (
     joined,
     read_tools,
     render_messages,
+    thoughts_apart,
 )
 from openrlhf.errors import ErrorCode, UsageError, warn_once
 
@@ -81,6 +73,7 @@ class AnswerColumns:
             texts = [plain_answer(prompt, read_value(row, key, str)) for key in self.answer_keys]
             return tuple(text if prompt or are_several else replace(text, spans=()) for text in texts)
         talks, first = self._conversations(row)
+        talks = [[thoughts_apart(message, tokenizer) for message in talk] for talk in talks]
         for talk in talks:
             check_ends(talk, tokenizer)
             check_media(talk, has_images=self.images is not None)
@@ -172,14 +165,12 @@ def mark_answer(
     for turn in turns:
         prompt = render(messages[:turn], add_generation_prompt=True)
         ended = render(messages[: turn + 1], add_generation_prompt=False).rstrip()
-        answer = thoughts_apart(messages[turn], tokenizer)
-        content, calls = answer.get("content"), read_calls(answer)
-        thoughts = [] if answer is messages[turn] else [str(thought_of(answer)).strip()]
+        content, calls = messages[turn].get("content"), read_calls(messages[turn])
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         words = [(join_text([part]) or "").strip() for part in parts]
         names = [str(call.get("name")) for call in calls]
         broken = [given for call in calls if isinstance(given := decoded(call.get("arguments")), str)]
-        is_shown = all(word in text[len(prompt) : len(ended)] for word in words + names + broken + thoughts)
+        is_shown = all(word in text[len(prompt) : len(ended)] for word in words + names + broken)
         if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
         if len(prompt) < len(ended) and not is_blank(messages[turn]):

@@ -157,8 +157,7 @@ def build_answers(
 
 def _tools_column(row: Row, key: str | None) -> dict[str, Any]:
     """Returns the column of a row's tools, which the row of its answer has too; empty without any."""
-    tools = read_tools(row, key)
-    return {str(key): tools} if tools else {}
+    return {str(key): tools} if (tools := read_tools(row, key)) else {}
 
 
 def with_suffix(value: Input, suffix: str) -> Input:

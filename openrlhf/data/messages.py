@@ -79,8 +79,7 @@ def thought_of(message: Message) -> str | None:
 
 def thoughts_apart(message: Message, tokenizer: "PreTrainedTokenizerBase") -> Message:
     """Returns an answer that begins with <think>...</think> with these thoughts apart from its content, if
-    the chat template writes thoughts that are apart; else the message. Templates may write <think> at the end
-    of a prompt, so that it is no part of the answer and would be written twice, or missing in its text."""
+    the chat template writes such. It may end a prompt with <think>, which would be missing or there twice."""
     content = message.get("content") if message["role"] == "assistant" else None
     found = _THOUGHTS.fullmatch(content) if isinstance(content, str) else None
     if not found or thought_of(message) or not reads(tokenizer, str(tokenizer.chat_template)).apart:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.encode import tokenize_text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import is_learned, read_text, thoughts_apart
+from openrlhf.data.messages import is_learned, read_text
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Tokens
 from openrlhf.errors import ErrorCode, RunError, shortened
@@ -31,14 +31,13 @@ def check_learned(
     the answer, not the question, and end with the end-of-sequence token. Answers and questions that are not
     text are not checked."""
     question, answer = _texts(rows[i], columns)
-    if answer is not None and columns.template.apply_chat_template:
-        answer = thoughts_apart({"role": "assistant", "content": answer}, tokenizer)["content"]
     if answer is None or not answer.strip():
         return
     token_ids, learned = tokens
     chosen = [token for token, is_learned in zip(token_ids, learned, strict=True) if is_learned]
     text, wrong = decode(tokenizer, chosen, skip_special_tokens=True), ""
-    found, expected = "".join(text.split()), _decoded(answer, tokenizer)
+    # A template may end the prompt with the <think> of an answer.
+    found, expected = "".join(text.split()), _decoded(answer.rpartition("</think>")[2], tokenizer)
     asked = "" if question is None or columns.multiturn else _decoded(question, tokenizer)
     if expected not in found:
         wrong = f"must contain the answer {shortened(answer, LONGEST)!r}"

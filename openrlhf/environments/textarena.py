@@ -87,8 +87,8 @@ class Game:
         )
 
     def move(self, text: str) -> None:
-        """Plays a move. Thoughts before </think> are not part of it: games would read the first move in them,
-        and show them to the other players."""
+        """Plays the move behind thoughts, in which games would find moves, and which other players would
+        read."""
         self.is_over, _ = self.env.step(text.rpartition("</think>")[2])
 
     def reward(self, player: int) -> float:

@@ -76,8 +76,7 @@ _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)
 _EAST_ASIAN = "\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0f\uff1a-\uff20"
 _EDGE = re.compile(rf"(?<=[{_EAST_ASIAN}])(?=[-\\$(.0-9A-Za-z])|(?<=[0-9A-Za-z}})$%])(?=[{_EAST_ASIAN}])")
 """An end of East Asian script, which has no spaces, and beside which math-verify finds no number."""
-_OPTION = re.compile(r"^\(?([A-Za-z])\)$")
-"""A label of multiple choice, which a response may write without parentheses."""
+_OPTION = re.compile(r"^\(?([A-Za-z])\)$")  # of multiple choice; responses may lack the parentheses
 _SPACED = re.compile(r"(?<=\d)\s(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"[-+]?[\d.,]+(?:[eE][-+]?\d+)?")
 _POWER = re.compile(r"(?:\^|\*\*)\W*?(\d+)[^\w!^*]*(?:(?:\^|\*\*)\W*?(\d+)|(!))?|(\d{5,})[^\w!]*!")

@@ -119,8 +119,7 @@ class Recorder:
 
 
 def written(answer: Generated) -> list[int]:
-    """Returns the tokens of an answer without the stop token. Other special tokens, such as <think> of some
-    models, are part of the answer."""
+    """Returns the tokens of an answer without the stop token. Others, such as <think>, are part of it."""
     return answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
 
 

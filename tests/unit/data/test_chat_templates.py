@@ -227,7 +227,8 @@ def test_qwen3_cannot_learn_many_turns_at_once(first):
     talk = [user("Hi."), assistant(first), *TALK[2:]]
     with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
         sft("qwen3", talk, multiturn=True)
-    assert "message 2 of 4" in told.value.text and "--data.multiturn" in told.value.text
+    assert "message 2" in told.value.text
+    assert ("thoughts" if "<think>" in first else "--data.multiturn") in told.value.text
 
 
 def test_a_thought_that_qwen3_writes_otherwise_is_refused():
