@@ -16,8 +16,6 @@ WITH_CRITIC = {
     **FLAGS,
     "algo.advantage.estimator": "gae",
     "critic.adam.lr": 1e-3,
-    "critic.lr_scheduler": "constant",
-    "critic.lr_warmup_ratio": 0.0,
     "train.max_epochs": 2,
 }
 

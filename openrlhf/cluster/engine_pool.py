@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -27,7 +27,12 @@ from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_on_other_engine
+from openrlhf.rollout.worker import (
+    RolloutWorker,
+    engine_options,
+    retries_on_other_engine,
+    samples_per_prompt,
+)
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, not_none
 from openrlhf.user_file import UserFiles
 
@@ -91,10 +96,7 @@ class EnginePool:
         self.files = UserFiles.of(*config.users_files)
         self.free_fraction: float | None = None
         """Argument of the engines' `start`."""
-        self.num_samples: dict[Purpose, int] = {
-            "train": config.rollout.n_samples_per_prompt,
-            "eval": config.eval.n_samples_per_prompt,
-        }
+        self.num_samples = samples_per_prompt(config)
         """Number of samples of a prompt."""
         self.engines = EngineSupervisor(
             config.num_engines,
@@ -150,16 +152,15 @@ class EnginePool:
             self.memory.sleep()
             self.bundles.devices.release = self.dispatcher.sleep
 
-    def set_num_samples(self, purpose: Purpose, count: int) -> None:
-        """Sets the number of samples of later prompts, also in engines that start now or later."""
-        if count == self.num_samples[purpose]:
+    def set_sampling(self, flags: Mapping[str, Any]) -> None:
+        """Sets flags that say how later prompts are sampled, also in engines that start now or later."""
+        if (config := with_values(self.config, flags)) == self.config:
             return
-        self.num_samples[purpose] = count
-        flag = {"train": "rollout.n_samples_per_prompt", "eval": "eval.n_samples_per_prompt"}[purpose]
-        self.config = with_values(self.config, {flag: count})  # with which engines are created
+        self.config = config  # with which engines are created
+        self.num_samples.update(samples_per_prompt(config))
         for number in set(range(len(self.members))) - set(self.engines.serving):
-            self.members[number].set_num_samples.remote(purpose, count)
-        self.engines.call("set_num_samples", purpose, count).result()
+            self.members[number].set_sampling.remote(flags)
+        self.engines.call("set_sampling", flags).result()
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)

@@ -90,11 +90,24 @@ class Lanes:
     def _submit(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
         def run() -> ResultT:
             with self._around():
-                return work(*map(wait_for_value, arguments))
+                try:
+                    return work(*map(wait_for_value, arguments))
+                except Exception as error:
+                    first = self._first_unread() or error
+                raise first
 
         result = Result(self._threads[lane].submit(run))
         self._submitted.append(result)
         return result
+
+    def _first_unread(self) -> BaseException | None:
+        """Returns the first error that nobody has read, which counts as read from then on. Work that fails
+        after it raises it too: an optimizer step has no gradient after a loss that failed."""
+        for result in self._submitted:
+            if error := result.unread_error():
+                result._is_read = True
+                return error
+        return None
 
     def on_both(self, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
         """Submits work that starts when all earlier work of both lanes is done, and before all later work."""

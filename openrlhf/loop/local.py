@@ -1,7 +1,7 @@
 """The engine and the models of an RL run in one process, without Ray."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,11 +18,12 @@ from openrlhf.cluster.rank_groups import (
     PolicyRanks,
     RewardRanks,
 )
+from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.local import LocalEngine
-from openrlhf.rollout.worker import RolloutWorker, local_options
+from openrlhf.rollout.worker import RolloutWorker, local_options, samples_per_prompt
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, not_none
 from openrlhf.user_file import UserFiles
 
@@ -53,10 +54,7 @@ class LocalRollout(LocalEngine):
         """The policy whose weights the engine receives; None before the first sync."""
         files = UserFiles.of(*config.users_files)
         super().__init__(self.options, lambda options: RolloutWorker(config, options, files))
-        self.num_samples: dict[Purpose, int] = {
-            "train": config.rollout.n_samples_per_prompt,
-            "eval": config.eval.n_samples_per_prompt,
-        }
+        self.num_samples = samples_per_prompt(config)
         self.dispatcher = Dispatcher(
             [self],
             self.num_samples,
@@ -71,10 +69,10 @@ class LocalRollout(LocalEngine):
         work = self.engine.run_group(prompt, purpose, samples)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def set_num_samples(self, purpose: Purpose, count: int) -> None:
-        """Sets the number of samples of later prompts."""
-        self.num_samples[purpose] = count
-        self.call(self.engine.set_num_samples(purpose, count))
+    def set_sampling(self, flags: Mapping[str, Any]) -> None:
+        """Sets flags that say how later prompts are sampled."""
+        self.num_samples.update(samples_per_prompt(with_values(self.config, flags)))
+        self.call(self.engine.set_sampling(flags))
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)

@@ -37,7 +37,7 @@ from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.start import check_output, check_places, find_grace
 from openrlhf.config.checks import folder_problem
-from openrlhf.config.fields import with_values
+from openrlhf.config.fields import flag_values, with_values
 from openrlhf.config.ppo_checks import SAME_ANSWER, log_prob_needs, sampler_readers
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptSampler
@@ -51,11 +51,13 @@ from openrlhf.loop.restarts import own_program, restart_after
 from openrlhf.loop.scoring import scored
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.loop.verb_arguments import (
+    LOSS,
     as_advantages,
     as_batch,
     check_choice,
     check_function,
     compute_loss,
+    flag_value,
     groups_of,
     list_of,
     read_metrics,
@@ -80,6 +82,7 @@ from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, 
 from openrlhf.training.saving import SavedRanks, Saver, restore
 from openrlhf.training.schedule import build_schedule, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
+from openrlhf.user_file import check_not_imported
 
 # bounded .result(): each call in this process ends.
 
@@ -89,6 +92,11 @@ LossFunction = Callable[[Tensor, Batch], Tensor | tuple[Tensor, Mapping[str, Any
 the policy for each action, through which gradients flow."""
 STEPS = 1 << 30
 """Length of the schedule of a loop of unknown length, whose learning rate is constant."""
+SAMPLED = (
+    *("rollout.n_samples_per_prompt", "rollout.max_new_tokens", "eval.n_samples_per_prompt"),
+    *("eval.temperature", "eval.top_p", "eval.max_new_tokens"),
+)
+"""Flags that a call of `sample` or `evaluate` may replace for itself."""
 UNSYNCED = 3
 """Steps after the last sync from which on a loop that trains and samples is told."""
 _local: set[int] = set()
@@ -118,6 +126,7 @@ class Run:
 
         Raises UsageError that lists all problems of the flags.
         """
+        check_not_imported("a run")
         steps = steps if steps is None else whole("steps", steps)
         invocation = read_settings(config, flags, steps=steps, placement=placement)
         self.config, self._explicit = invocation.config, invocation.explicit
@@ -146,6 +155,11 @@ class Run:
         self._num_changes = 0
         """Number of changes of the policy."""
         self._origins = Origins()
+        self._trained_version: int | None = None
+        """Version of the weights that the last batch of this step trains; None before one. A sync that is
+        under way gives the engine another."""
+        self._is_scored = self.config.has_rewards or bool(self.config.tasks)
+        """True if a function of the flags or of the loop scores samples."""
         self._has_gradient = False
         """True if `forward_backward` was called since the last `optim_step`."""
         self._synced_at, self._is_synced = 0, True
@@ -244,14 +258,18 @@ class Run:
             yield [replace(prompt, epoch=before + prompt.epoch) for prompt in batch]
 
     def sample(
-        self, prompts: Sequence[Prompt | str] | Result, *, n: int | None = None
+        self,
+        prompts: Sequence[Prompt | str] | Result,
+        *,
+        n: int | None = None,
+        max_new_tokens: int | None = None,
     ) -> Result[list[PromptGroup]]:
-        """Samples `n` answers to each prompt (None: `rollout.n_samples_per_prompt`) at the flags'
-        temperature. A text is a prompt as the policy reads it. Groups come in the order of the prompts, with
-        the rewards of the flags if there are any. The seeds of a prompt follow from its number and epoch, so
-        that the same weights give it the same answers again."""
-        n = self.config.rollout.n_samples_per_prompt if n is None else whole("n", n)
-        return self._lanes.on("engines", self._sample, prompts, "train", n)
+        """Samples `n` answers of at most `max_new_tokens` to each prompt (None: those of the flags
+        `rollout.*`) at the flags' temperature. A text is a prompt as the policy reads it. Groups come in the
+        order of the prompts, with the rewards of the flags if there are any. The seeds of a prompt follow
+        from its number and epoch, so that the same weights give it the same answers again."""
+        flags = self._sampling("rollout", n=n, max_new_tokens=max_new_tokens)
+        return self._lanes.on("engines", self._sample, prompts, "train", flags)
 
     def given(self, prompts: Sequence[Prompt | str], answers: Sequence[str]) -> list[PromptGroup]:
         """Returns groups whose only sample is the given answer, with the token that ends it, in place of one
@@ -275,6 +293,7 @@ class Run:
         or a dict with more. If it is `async`, each call has an event loop of its own. Errors of the function
         are raised: a loop that goes on without rewards would train on nothing."""
         check_function(reward, "reward", *TAKES)
+        self._is_scored = True
         return self._lanes.on("engines", self._reward, groups, reward)
 
     def evaluate(
@@ -283,12 +302,15 @@ class Run:
         reward: RewardFunc | None = None,
         *,
         n: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_new_tokens: int | None = None,
     ) -> Result[Metrics]:
-        """Samples `n` answers to each prompt at `eval.temperature`, and returns the metrics `eval/...` of
-        their scores. `reward`: None: the rewards of the flags."""
-        evaluation = self.config.eval
-        n = evaluation.n_samples_per_prompt if n is None else whole("n", n)
-        if n > 1 and evaluation.temperature == 0:
+        """Samples `n` answers to each prompt, and returns the metrics `eval/...` of their scores. `reward`:
+        None: the rewards of the flags. `n` to `max_new_tokens`: None: those of the flags `eval.*`."""
+        own = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+        flags = self._sampling("eval", n=n, **own)
+        if flags["eval.n_samples_per_prompt"] > 1 and flags["eval.temperature"] == 0:
             text = f"{SAME_ANSWER}; evaluate with n=1, or with a temperature above 0"
             raise UsageError(ErrorCode.CONFLICT, text, flag="--eval.temperature", value=0.0)
         if reward is not None:
@@ -298,7 +320,7 @@ class Run:
             raise UsageError(ErrorCode.MISSING_FLAG, text, flag="--reward.remote_url")
 
         def work(prompts: Sequence[Prompt | str], step: int) -> Metrics:
-            groups = self._sample(prompts, "eval", n)
+            groups = self._sample(prompts, "eval", flags)
             samples = _some(groups if reward is None else self._reward(groups, reward))
             metrics, about = evaluation_metrics(samples), {"step": step, "version": self.version}
             announce(self._hooks, Hook.evaluated, Evaluation(**about, samples=samples, metrics=metrics))
@@ -432,11 +454,15 @@ class Run:
         self._lanes.check()
         own, samples = read_metrics(wait_for_value(metrics)), _all(wait_for_value(groups))
         self.step += 1
-        step = Step(number=self.step, version=self.version, samples=samples)
+        trained, self._trained_version = self._trained_version, None
+        version = self.version if trained is None else trained
+        step = Step(number=self.step, version=version, samples=samples)
         while self._measured:  # a sync may be under way
             step.metrics |= self._measured.popleft()
         if samples:
             announce([RolloutMetrics()], Hook.scoring, step)
+            if self._lacks_rewards(samples):  # of no reward function, which they would blame
+                step.metrics = {k: v for k, v in step.metrics.items() if not k.startswith("rollout/reward_")}
             announce([self._observer], Hook.trained, step)
         step.metrics |= own
         announce([self._observer, *self._hooks], Hook.ended, step)
@@ -449,7 +475,19 @@ class Run:
 
     # The work of the verbs, on their lanes
 
-    def _sample(self, prompts: Sequence[Prompt | str], purpose: Purpose, n: int) -> list[PromptGroup]:
+    def _sampling(self, section: str, *, n: int | None, **own: Any) -> dict[str, Any]:
+        """Returns the flags with which a call samples: those of the run, and its own of this section. None is
+        not given. Raises UsageError for a value that its flag does not take."""
+        given = {f"{section}.{name}": value for name, value in own.items() if value is not None}
+        given = {key: flag_value(key, value) for key, value in given.items()}
+        if n is not None:
+            given[f"{section}.n_samples_per_prompt"] = whole("n", n)
+        values = flag_values(self.config)
+        return {key: values[key] for key in SAMPLED} | given
+
+    def _sample(
+        self, prompts: Sequence[Prompt | str], purpose: Purpose, flags: Mapping[str, Any]
+    ) -> list[PromptGroup]:
         known = self._known.of(prompts)
         if purpose == "train" and not self._is_synced and self.step - self._synced_at >= UNSYNCED:
             text = f"note: the engine samples with the weights of step {self._synced_at}"
@@ -457,7 +495,7 @@ class Run:
         if len({(p.epoch, p.prompt_id) for p in known}) < len(known):
             text = "prompts of one call must differ in epoch or prompt_id, from which their seeds follow"
             raise UsageError(ErrorCode.CONFLICT, text)
-        self._rollout.set_num_samples(purpose, n)
+        self._rollout.set_sampling(flags)
         return sample_all(self._rollout, known, purpose, self.config.rollout.timeout)
 
     def _reward(self, groups: Sequence[PromptGroup], reward: RewardFunc) -> list[PromptGroup]:
@@ -471,6 +509,10 @@ class Run:
         announce(self._hooks, Hook.synced, step)
         self._measured.append(step.metrics)
         return self.version
+
+    def _lacks_rewards(self, samples: Sequence[Trajectory]) -> bool:
+        """Tells whether nothing has scored the samples, neither the flags nor the loop."""
+        return not (self._is_scored or any(t.reward for t in samples))
 
     def _change(self) -> None:
         """Notes that the policy is about to change."""
@@ -489,12 +531,14 @@ class Run:
 
     def _batch(self, number: int, groups: Sequence[PromptGroup], advantages: Any, log_probs: bool) -> Batch:
         samples, config, roles = _some(groups), self.config, self._roles
-        step = Step(number=number, version=self.version, samples=samples, kl=self.kl)
+        version = self._trained_version = self.version + (not self._is_synced)
+        step = Step(number=number, version=version, samples=samples, kl=self.kl)
         check_stops(samples, config.rollout.stop_on or (), step.number)
         check_failures(samples, config.reward.max_failed_ratio, step.number)
         announce(self._hooks, Hook.sampled, step)
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
-        batch = Batch.of(step.finished, self.version, **config.batch_columns)
+        columns = config.batch_columns | {"by_prompt": True}  # a loss of the loop's own may read it
+        batch = Batch.of(step.finished, version, **columns)
         passes = begin_forward(batch, models)
         announce(self._hooks, Hook.scoring, step)
         step.batch = with_outputs(batch, passes, step.number)
@@ -519,6 +563,9 @@ class Run:
         if not isinstance(advantages, str | type | None):
             given = as_advantages(advantages, len(batch.rollout_log_probs))
             return replace(batch, advantages=given, returns=given), {}
+        if self._lacks_rewards(finished) and not self.config.uses_teacher:
+            text = "note: nothing has scored these samples, whose rewards are 0"
+            notify_once(f"{text}; run.reward scores them, or pass advantages", id(self))
         algo = self.config.algo
         estimator, arguments = self._estimator, advantage_arguments(self.config, self.kl.coef)
         if advantages is not None:
@@ -533,13 +580,19 @@ class Run:
             if callable(loss) and not isinstance(loss, type):
                 log_probs = torch.from_numpy(self._roles.policy.forward(batch).result()).requires_grad_()
                 gradient, own = compute_loss(loss, log_probs, batch)
+                own[LOSS] += metrics.get(LOSS, 0.0)
                 batch, metrics = replace(batch, advantages=gradient, returns=gradient), metrics | own
                 loss = GivenGradient(temperature=self.config.rollout.temperature)
             else:
                 self._check_log_probs(batch)
             pairs.append((batch, loss))
         self._has_gradient = True
-        return self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result() | metrics
+        found = self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result()
+        num_named = sum(not isinstance(loss, GivenGradient) for _, loss in pairs)
+        means = [name for name in found if name.startswith("policy/") and not name.endswith("loss")]
+        found |= {name: found[name] / num_named for name in means}
+        metrics[LOSS] = metrics.get(LOSS, 0.0) + found.get(LOSS, 0.0)
+        return found | metrics
 
     def _check_log_probs(self, batch: Batch, num_updates: int = 1) -> None:
         """Raises UsageError if the first or a later one of these optimizer steps has no ratio, or if the loss

@@ -27,8 +27,12 @@ SIZES = (
 )
 """Flags that count processes, all 1 in one process."""
 LOCAL = {"rollout.engine": "transformers", "train.backend": "torch", **dict.fromkeys(SIZES, 1)}
-CONSTANT = {"actor.lr_scheduler": "constant", "actor.lr_warmup_ratio": 0.0}
-"""The schedule of a loop of unknown length."""
+SCHEDULERS = ("actor.lr_scheduler", "critic.lr_scheduler")
+CONSTANT = dict.fromkeys(SCHEDULERS, "constant") | {
+    "actor.lr_warmup_ratio": 0.0,
+    "critic.lr_warmup_ratio": 0.0,
+}
+"""The schedules of a loop of unknown length."""
 
 
 Placement = Literal["local", "ray"]
@@ -100,6 +104,7 @@ def _set_one_process(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _set_schedule(config: PPOConfig, steps: int | None) -> Iterator[Problem]:
-    if steps is None and (name := config.actor.lr_scheduler) != "constant":
-        text = f"{name} needs the number of optimizer steps: Run(..., steps=N)"
-        yield Problem("actor.lr_scheduler", text)
+    values = flag_values(config)
+    for key in SCHEDULERS if config.uses_critic else SCHEDULERS[:1]:
+        if steps is None and (name := values[key]) != "constant":
+            yield Problem(key, f"{name} needs the number of optimizer steps: Run(..., steps=N)")

@@ -11,13 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.config.fields import convert, find_flag, to_words
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.lanes import wait_for_value
 from openrlhf.registry import Registry
-from openrlhf.types import Batch, Metrics, PromptGroup
+from openrlhf.types import Batch, Metrics, PromptGroup, not_none
 from openrlhf.user_file import call_problem
 
 ItemT = TypeVar("ItemT")
+LOSS = "policy/loss"
+"""The metric of a loss."""
 
 
 def check_function(function: Any, role: str, *takes: str) -> None:
@@ -36,6 +40,14 @@ def whole(name: str, value: Any) -> int:
             ErrorCode.INVALID_VALUE, "must be a whole number of at least 1", flag=name, value=value
         )
     return number
+
+
+def flag_value(key: str, value: Any) -> Any:
+    """Returns a value of a flag. Raises UsageError for one that the flag does not take."""
+    try:
+        return convert(to_words(value), not_none(find_flag(PPOConfig, key)).type)
+    except ValueError as error:
+        raise UsageError(ErrorCode.INVALID_VALUE, str(error), flag=f"--{key}", value=value) from error
 
 
 def list_of(kinds: type[ItemT] | tuple[type[ItemT], ...], items: Any, expected: str) -> list[ItemT]:
@@ -91,7 +103,10 @@ def as_advantages(values: Any, count: int) -> np.ndarray:
     if given.dtype.kind not in "fiub":
         problem = f"expects a name, a class or numbers; this is {_kind(values)}"
     elif given.shape not in {(), (count,)}:
-        problem = f"the batch has {count} actions, and advantages the shape {given.shape}"
+        problem = (
+            f"the batch has {count} actions, and advantages the shape {given.shape}; those of sequences "
+        )
+        problem += "become those of actions by np.repeat(numbers, batch.num_actions)"
     elif not np.isfinite(given).all():
         problem = "some are not finite"
     if problem:
@@ -143,4 +158,4 @@ def compute_loss(loss: Callable, log_probs: Tensor, batch: Batch) -> tuple[np.nd
     if gradient is None:
         text = "the loss does not depend on log_probs: detach, item, numpy and no_grad cut gradients off"
         raise UsageError(ErrorCode.USER_CODE, text)
-    return gradient.numpy(), {"policy/loss": float(value.detach())} | read_metrics(more or {})
+    return gradient.numpy(), {LOSS: float(value.detach())} | read_metrics(more or {})

@@ -4,7 +4,7 @@ cluster/engine_pool.py runs it in a Ray actor; this module does not depend on Ra
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from openrlhf.agents.base import AgentExecutorBase, SingleTurnAgentExecutor
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import MAX_LOGPROBS, EngineOptions, engine_class
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe, WeightFingerprint
+from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import KEY_VARIABLE, LoraConfig
 from openrlhf.config.speculation import parse_speculation
@@ -62,10 +63,7 @@ class RolloutWorker:
             task: self.runner.with_executor(await self._build_executor(config.for_source(task), processor))
             for task in sorted(tasks)
         }
-        train, most = Sampling.for_training(config), self.engine.vocabulary
-        kept, likely = min(train.max_kept_tokens, most), min(train.num_likely, most)
-        train = replace(train, max_kept_tokens=kept, num_likely=likely)
-        self.samplings = {s.purpose: s for s in (train, Sampling.for_evaluation(config))}
+        await self.set_sampling({})
 
     async def _build_executor(self, config: PPOConfig, processor: Any) -> AgentExecutorBase:
         """Loads the agent, or the source of rewards, of a run or of one of its tasks."""
@@ -115,9 +113,13 @@ class RolloutWorker:
         group = await runner.run_group(prompt, sampling, samples)
         return Sampled(group=group, done=self.runner.done.copy())
 
-    async def set_num_samples(self, purpose: Purpose, count: int) -> None:
-        """Sets the number of samples of later prompts."""
-        self.samplings[purpose] = replace(self.samplings[purpose], num_samples=count)
+    async def set_sampling(self, flags: Mapping[str, Any]) -> None:
+        """Sets flags that say how later prompts are sampled."""
+        self.config = with_values(self.config, flags)
+        train, most = Sampling.for_training(self.config), self.engine.vocabulary
+        kept, likely = min(train.max_kept_tokens, most), min(train.num_likely, most)
+        train = replace(train, max_kept_tokens=kept, num_likely=likely)
+        self.samplings = {s.purpose: s for s in (train, Sampling.for_evaluation(self.config))}
 
     async def answer(self, probe: Probe) -> EngineProbe:
         """Computes the log-probs of a weight sync's probe."""
@@ -159,6 +161,11 @@ class RolloutWorker:
 
     async def wake(self, tags: list[str]) -> None:
         await self.engine.wake(tags)
+
+
+def samples_per_prompt(config: PPOConfig) -> dict[Purpose, int]:
+    """Returns the number of samples of a prompt, by purpose."""
+    return {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt}
 
 
 def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:

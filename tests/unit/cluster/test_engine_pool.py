@@ -255,14 +255,15 @@ def test_a_death_during_sampling_is_no_error_of_the_run(new_run) -> None:
     assert not run.pool.dispatcher._is_replaced(0, engine, KeyError("of an episode"))
 
 
-def test_another_number_of_samples_reaches_engines_of_any_state(new_run) -> None:
+def test_other_sampling_flags_reach_engines_of_any_state(new_run) -> None:
     run = new_run(eval=EvalConfig(n_samples_per_prompt=1))
     run.sync(1)
     run.pool.engines.give_up(0, run.pool.members[0], "it hangs")
     run.calls.clear()
-    run.pool.set_num_samples("eval", 1)
+    run.pool.set_sampling({"eval.n_samples_per_prompt": 1})
     assert run.calls == []
-    run.pool.set_num_samples("eval", 5)
-    assert run.calls == [(name, "set_num_samples", "eval", 5) for name in ("0.0", "1.1")]
+    flags = {"eval.n_samples_per_prompt": 5, "eval.temperature": 0.2}
+    run.pool.set_sampling(flags)
+    assert run.calls == [(name, "set_sampling", flags) for name in ("0.0", "1.1")]
     assert run.pool.config.eval.n_samples_per_prompt == 5
     assert run.pool.num_samples == {"train": 1, "eval": 5}

@@ -185,6 +185,72 @@ def test_a_step_without_a_finite_gradient_changes_no_weights(start):
     assert (run.log_probs(batch).result(60) == before).all()
 
 
+def test_losses_of_a_call_are_one_sum_and_their_fractions_a_mean(start):
+    run = start()
+    batch = run.batch(run.reward(run.sample(QUESTIONS), by_length)).result(60)
+    alone = [run.forward_backward(batch, loss).result(60) for loss in ("ppo", policy_gradient)]
+    run.update(batch).result(60)  # the ratios are no longer 1
+    changed = run.forward_backward(batch, "ppo").result(60)
+    twice = run.forward_backward(batch, "ppo", (batch, "ppo")).result(60)
+    assert twice["policy/ppo_kl"] == pytest.approx(changed["policy/ppo_kl"]) != 0
+    assert twice["policy/loss"] == pytest.approx(2 * changed["policy/loss"])
+    both = run.forward_backward(batch, policy_gradient, (batch, "ppo"), (batch, policy_gradient)).result(60)
+    expected = changed["policy/loss"] + 2 * alone[1]["policy/loss"]
+    assert both["policy/loss"] == pytest.approx(expected)
+
+
+def test_a_critic_learns_at_its_own_rate(start):
+    """That of a schedule of unknown length was 1e-13: a warm-up without an end."""
+    run = start(**{"algo.advantage.estimator": "gae", "critic.adam.lr": 0.01})
+    batch = run.batch(run.reward(run.sample(QUESTIONS), by_length))
+    assert run.update(batch).result(60)["critic/lr"] == 0.01
+    with refused(ErrorCode.CONFLICT, told="--critic.lr_scheduler cosine: cosine needs the number"):
+        start(**{"algo.advantage.estimator": "gae", "critic.lr_scheduler": "cosine"})
+
+
+def test_the_age_of_samples_is_that_when_they_are_trained_on(start):
+    """A sync before `log` made new samples old, and an update without a sync left old samples new."""
+    run = start()
+    groups = run.reward(run.sample(QUESTIONS), by_length).result(60)
+    for _ in range(2):
+        batch = run.batch(groups)
+        metrics = run.update(batch)
+        run.sync().result(60)
+        run.log(metrics, groups)
+    rows = (Path(run.config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["rollout/staleness_max"] for row in rows] == [0, 1]
+    run.update(batch).result(60)
+    assert (run.batch(groups).result(60).staleness == 3).all()
+
+
+def test_samples_that_nothing_scores_are_told(start, capsys):
+    """Their rewards are 0, of which no reward function is the cause."""
+    run = start()
+    groups = run.sample(QUESTIONS).result(60)
+    run.log({}, groups)
+    assert "unhealthy" not in "".join(capsys.readouterr())
+    run.batch(groups, advantages=1.0).result(60)
+    assert "scored" not in capsys.readouterr().err
+    run.batch(groups).result(60)
+    assert "nothing has scored these samples" in capsys.readouterr().err
+
+
+def test_each_call_may_sample_with_its_own_settings(start):
+    run = start(**{"eval.temperature": 1.0})
+    lengths = lambda groups: {t.num_actions for group in groups for t in group.trajectories}
+    whole = run.sample(QUESTIONS).result(60)
+    assert max(lengths(whole)) == 6
+    assert max(lengths(run.sample(QUESTIONS, max_new_tokens=2).result(60))) == 2
+    assert lengths(run.sample(QUESTIONS).result(60)) == lengths(whole)
+    measured = lambda **own: run.evaluate(QUESTIONS, by_length, **own).result(60)["eval/response_length_mean"]
+    prompts = [rl.Prompt(prompt_id=i, text=text) for i, text in enumerate(QUESTIONS)]
+    greedy = [run.evaluate(prompts, by_length, n=1, temperature=0).result(60) for _ in range(2)]
+    assert greedy[0] == greedy[1] and measured(max_new_tokens=1) == 1 < measured()
+    for wrong in ({"temperature": -1}, {"top_p": 2}, {"max_new_tokens": 0}, {"max_new_tokens": 1.5}):
+        with refused(ErrorCode.INVALID_VALUE, flag=f"--eval.{next(iter(wrong))}"):
+            run.evaluate(QUESTIONS, by_length, **wrong)
+
+
 def test_numbers_are_advantages(start):
     run = start()
     groups = run.sample(QUESTIONS).result(60)
@@ -192,6 +258,9 @@ def test_numbers_are_advantages(start):
     given = np.linspace(-1, 1, count)
     batch = run.batch(groups, advantages=given).result(60)
     assert batch.advantages == pytest.approx(given)
+    assert (
+        batch.prompts.tolist() == np.repeat([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], batch.num_actions).tolist()
+    )
 
 
 def test_the_engine_samples_with_the_weights_of_the_last_sync(start):
@@ -296,6 +365,15 @@ def test_an_error_that_was_read_is_over(start):
     assert len(run.sample(QUESTIONS).result(60)) == 3
 
 
+def test_a_step_after_a_loss_that_failed_has_the_error_of_the_loss(start):
+    """And not that it has no gradient: the loop reads the result of the step alone."""
+    run = start()
+    run.forward_backward(run.batch(run.sample(QUESTIONS)), lambda log_probs, batch: batch.advantage)
+    with pytest.raises(AttributeError, match="no attribute 'advantage'"):
+        run.log(run.optim_step())
+    run.sync().result(60)  # the error was read
+
+
 @pytest.mark.parametrize(
     "flags, told",
     [
@@ -309,6 +387,14 @@ def test_all_problems_of_the_flags_are_told(model, flags, told):
     with pytest.raises(rl.UsageError) as error:
         rl.Run(**{"actor": model} | flags)
     assert all(text in str(error.value) for text in told)
+
+
+def test_a_program_whose_own_class_a_run_imports_begins_once(start, tmp_path):
+    """Each import of it began another run, without an end."""
+    program = tmp_path / "own_program.py"
+    program.write_text("import openrlhf as rl\nclass Mine(rl.Hook): ...\nrl.Run(actor='model')\n")
+    with refused(ErrorCode.USER_CODE, told="line 3: a run begins when the file is imported; put it under"):
+        start(**{"train.hooks": [f"{program}:Mine"]})
 
 
 def test_another_name_of_a_model(start):
