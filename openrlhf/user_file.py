@@ -188,22 +188,12 @@ def find_source(place: str) -> str | None:
 
 def import_place(place: str, name: str) -> ModuleType:
     """Imports a module, or a file as the module `name`. Exceptions of the import pass through."""
-    _of_thread.imports = True
-    try:
-        return import_file(place, name) if place.endswith(".py") else importlib.import_module(place)
-    finally:
-        _of_thread.imports = False
+    return import_file(place, name) if place.endswith(".py") else importlib.import_module(place)
 
 
-_of_thread = threading.local()
-
-
-def check_not_imported(what: str) -> None:
-    """Raises UsageError if this thread imports a user's file, which so begins `what`: without end, if that
-    imports the file again."""
-    if getattr(_of_thread, "imports", False):
-        text = f'{what} begins when the file is imported; put it under `if __name__ == "__main__":`'
-        raise UsageError(ErrorCode.USER_CODE, text)
+def is_importing() -> bool:
+    """Tells whether the caller is part of the import of a user's file."""
+    return any(frame.f_code is import_place.__code__ for frame, _ in traceback.walk_stack(None))
 
 
 def import_file(path: str, name: str) -> ModuleType:

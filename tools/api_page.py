@@ -1,9 +1,11 @@
 """Prints docs/api.md, the page of the public names: `python tools/api_page.py > docs/api.md`."""
 
+import ast
 import inspect
 import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,12 @@ arrays: `torch.from_numpy(batch.advantages)`. The gradient of the loss with resp
 log-probs goes to the model as weights of `sum(weight * log_prob)`, so the result does not depend on how rows are
 packed. It costs one forward pass more than a loss by name.
 
+A loss reads what the batch has ([fields](#batch)): sequence i has `batch.num_actions[i]` actions, so that
+`log_probs.split(batch.num_actions.tolist())` are those of each sequence, and `batch.prompts` numbers the prompt of each
+action. Rewards are those of your groups: `[t.reward for group in groups for t in group.trajectories]`, of which failed
+and masked samples are not in the batch. Further batches with losses of their own add up:
+`run.forward_backward(batch, None, (supervised, likelihood))`.
+
 A batch may be trained on several times, and batches of earlier weights too: the ratio of the loss is that to the
 log-probs which `run.batch` computed. `run.update` trains a critic as well; `forward_backward` and `optim_step` train the
 policy alone.
@@ -63,13 +71,20 @@ policy alone.
 are prompts with their answers, `labels` the `data.label_key` column as it is. The function returns one number for each
 sample: a list, an array, a tensor, a generator; or a dict, see [rewards.md](rewards.md). It may be `async`, an object
 with `__call__`, keep state, start processes. It runs in a thread, where `signal` does not work, and cannot call verbs of
-its own run, which would wait for it.
+its own run, which would wait for it. The text of an answer is `run.tokenizer.decode(sample.action_ids)`.
+
+Agents, hooks, trackers and estimators are named by flags: `**{{"train.hooks": ["loop.py:Mine"]}}`, see
+[extending.md](extending.md). A run imports that file: if it is your program, put its loop under
+`if __name__ == "__main__":`.
 
 ## Checkpoints and signals
 
 `run.state` is a dictionary of your own, with numbers, texts, lists, dicts, tensors and arrays: each checkpoint has it, and `run.load_state()` restores it with the models. With
 `**{{"ckpt.save_steps": 10}}`, `run.log` saves after every tenth step, and SIGTERM or Ctrl-C ends the program after its step,
 with a checkpoint and status 75, as they end `openrlhf ppo`.
+
+A fork is a copy: `cp -r ckpt fork`, without the checkpoints `global_step*` after the one to begin at, and the same program
+with `**{{"ckpt.path": "fork"}}` and other settings continues from there.
 
 ## Engines and backends
 
@@ -79,6 +94,11 @@ which takes one `forward_backward` for each `optim_step`.
 
 `rl.Run(..., placement="ray")` places engines and models as processes of a Ray cluster, as `openrlhf ppo` does, with its
 flags and defaults: vLLM, DeepSpeed, several ranks, machines and engines. The loop stays as it is.
+
+## Shapes
+
+Fields below have one entry for each of A actions, tokens that the policy chose; B sequences; N tokens; E episodes; L
+tokens and T turns of one sequence; M layers that choose K experts; or R runs of equal values.
 """
 
 
@@ -93,11 +113,27 @@ def section(name: str) -> str:
     if issubclass(found, Enum):
         lines += [f"- `{item.name}`" for item in found]
     elif is_dataclass(found) and name not in ("Hook", "PolicyLoss", "AdvantageEstimator"):
-        lines += ["Fields: " + ", ".join(f"`{field.name}`" for field in fields(found)) + "."]
+        texts = field_texts(found)
+        rows = [f"| `{field.name}` | {texts.get(field.name, '')} |" for field in fields(found)]
+        lines += ["| field | |", "|---|---|", *rows, ""]
     for method, made in methods(found) if found.__module__.startswith(DESCRIBED) else []:
         called = name if method == "__init__" else f"{name}.{method}"
         lines += [f"#### `{called}{signature(made)}`", "", text_of(made), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def field_texts(found: type) -> dict[str, str]:
+    """Returns the text of each field of a class: the docstring below it, or the comment beside it."""
+    texts: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(found.__mro__)):
+        source = inspect.getsource(base)
+        (made,) = ast.parse(source).body
+        for field, below in pairwise([*made.body, made]):
+            if isinstance(field, ast.AnnAssign):
+                comment = source.splitlines()[field.end_lineno - 1].partition("  # ")[2]
+                own = below.value.value if isinstance(below, ast.Expr) else comment
+                texts[field.target.id] = " ".join(own.split())
+    return texts
 
 
 def methods(found: type) -> list[tuple[str, Any]]:

@@ -27,12 +27,7 @@ from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.rollout.worker import (
-    RolloutWorker,
-    engine_options,
-    retries_on_other_engine,
-    samples_per_prompt,
-)
+from openrlhf.rollout.worker import RolloutWorker, engine_options, group_sizes, retries_on_other_engine
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, not_none
 from openrlhf.user_file import UserFiles
 
@@ -96,7 +91,7 @@ class EnginePool:
         self.files = UserFiles.of(*config.users_files)
         self.free_fraction: float | None = None
         """Argument of the engines' `start`."""
-        self.num_samples = samples_per_prompt(config)
+        self.num_samples = group_sizes(config)
         """Number of samples of a prompt."""
         self.engines = EngineSupervisor(
             config.num_engines,
@@ -157,7 +152,7 @@ class EnginePool:
         if (config := with_values(self.config, flags)) == self.config:
             return
         self.config = config  # with which engines are created
-        self.num_samples.update(samples_per_prompt(config))
+        self.num_samples.update(group_sizes(config))
         for number in set(range(len(self.members))) - set(self.engines.serving):
             self.members[number].set_sampling.remote(flags)
         self.engines.call("set_sampling", flags).result()

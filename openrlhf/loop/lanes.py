@@ -140,10 +140,10 @@ class Lanes:
 
     def raise_unread(self) -> None:
         """Raises the first error of work whose result nobody has read."""
-        errors = [error for result in self._submitted if (error := result.unread_error())]
+        error = self._first_unread()
         self._submitted = [result for result in self._submitted if not result.done()]
-        if errors:
-            raise errors[0]
+        if error:
+            raise error
 
     def close(self, *, cancel: bool) -> None:
         """Waits until the submitted work is done. `cancel`: leaves out work that has not begun."""

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NoReturn
 
 from openrlhf.algorithms.mismatch import PROBE
-from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, build_run_probe, check_stored
+from openrlhf.backends.weight_sync.stored_weights import Limit, build_run_probe, check_stored
 from openrlhf.cluster.in_process import InProcess
 from openrlhf.cluster.pending import Answer, Gathered, first
 from openrlhf.cluster.rank_groups import (
@@ -23,7 +22,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.local import LocalEngine
-from openrlhf.rollout.worker import RolloutWorker, local_options, samples_per_prompt
+from openrlhf.rollout.worker import RolloutWorker, group_sizes, local_options
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, not_none
 from openrlhf.user_file import UserFiles
 
@@ -52,9 +51,13 @@ class LocalRollout(LocalEngine):
         self.config, self.options = config, local_options(config)
         self.policy: PolicyRanks | None = None
         """The policy whose weights the engine receives; None before the first sync."""
+        self.probe = build_run_probe(config)
+        """The tokens on which trainer and engine are compared after each sync."""
+        self.limit = Limit.from_config(config, on_gpu=self.options.on_gpu)
+        """The difference of their log-probs that rounding explains."""
         files = UserFiles.of(*config.users_files)
         super().__init__(self.options, lambda options: RolloutWorker(config, options, files))
-        self.num_samples = samples_per_prompt(config)
+        self.num_samples = group_sizes(config)
         self.dispatcher = Dispatcher(
             [self],
             self.num_samples,
@@ -71,7 +74,7 @@ class LocalRollout(LocalEngine):
 
     def set_sampling(self, flags: Mapping[str, Any]) -> None:
         """Sets flags that say how later prompts are sampled."""
-        self.num_samples.update(samples_per_prompt(with_values(self.config, flags)))
+        self.num_samples.update(group_sizes(with_values(self.config, flags)))
         self.call(self.engine.set_sampling(flags))
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
@@ -85,16 +88,6 @@ class LocalRollout(LocalEngine):
 
     def sleep(self) -> None:
         """Does nothing, like `wake`."""
-
-    @cached_property
-    def limit(self) -> Limit:
-        """The difference between the log-probs of trainer and engine that rounding explains."""
-        return Limit.from_config(self.config, on_gpu=self.options.on_gpu)
-
-    @cached_property
-    def probe(self) -> Probe:
-        """The tokens on which trainer and engine are compared after each sync."""
-        return build_run_probe(self.config)
 
     def sync(self, policy: PolicyRanks, version: int) -> Gathered[Metrics]:
         if self.policy is None:

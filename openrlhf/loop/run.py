@@ -51,7 +51,6 @@ from openrlhf.loop.restarts import own_program, restart_after
 from openrlhf.loop.scoring import scored
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.loop.verb_arguments import (
-    LOSS,
     as_advantages,
     as_batch,
     check_choice,
@@ -82,21 +81,17 @@ from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, 
 from openrlhf.training.saving import SavedRanks, Saver, restore
 from openrlhf.training.schedule import build_schedule, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
-from openrlhf.user_file import check_not_imported
+from openrlhf.user_file import is_importing
 
 # bounded .result(): each call in this process ends.
 
+Prompts = Sequence[Prompt | str]
 Groups = Sequence[PromptGroup] | Result[list[PromptGroup]]
 LossFunction = Callable[[Tensor, Batch], Tensor | tuple[Tensor, Mapping[str, Any]]]
 """A function (log_probs, batch) -> (loss, metrics) of a whole batch, or -> loss. `log_probs` (A,): those of
 the policy for each action, through which gradients flow."""
 STEPS = 1 << 30
 """Length of the schedule of a loop of unknown length, whose learning rate is constant."""
-SAMPLED = (
-    *("rollout.n_samples_per_prompt", "rollout.max_new_tokens", "eval.n_samples_per_prompt"),
-    *("eval.temperature", "eval.top_p", "eval.max_new_tokens"),
-)
-"""Flags that a call of `sample` or `evaluate` may replace for itself."""
 UNSYNCED = 3
 """Steps after the last sync from which on a loop that trains and samples is told."""
 _local: set[int] = set()
@@ -126,7 +121,9 @@ class Run:
 
         Raises UsageError that lists all problems of the flags.
         """
-        check_not_imported("a run")
+        if is_importing():  # this run would import the program again, without an end
+            text = 'a run begins when the file is imported; put it under `if __name__ == "__main__":`'
+            raise UsageError(ErrorCode.USER_CODE, text)
         steps = steps if steps is None else whole("steps", steps)
         invocation = read_settings(config, flags, steps=steps, placement=placement)
         self.config, self._explicit = invocation.config, invocation.explicit
@@ -156,8 +153,7 @@ class Run:
         """Number of changes of the policy."""
         self._origins = Origins()
         self._trained_version: int | None = None
-        """Version of the weights that the last batch of this step trains; None before one. A sync that is
-        under way gives the engine another."""
+        """Version of the weights that the last batch of the step trains; None without one."""
         self._is_scored = self.config.has_rewards or bool(self.config.tasks)
         """True if a function of the flags or of the loop scores samples."""
         self._has_gradient = False
@@ -258,20 +254,16 @@ class Run:
             yield [replace(prompt, epoch=before + prompt.epoch) for prompt in batch]
 
     def sample(
-        self,
-        prompts: Sequence[Prompt | str] | Result,
-        *,
-        n: int | None = None,
-        max_new_tokens: int | None = None,
+        self, prompts: Prompts | Result, *, n: int | None = None, max_new_tokens: int | None = None
     ) -> Result[list[PromptGroup]]:
         """Samples `n` answers of at most `max_new_tokens` to each prompt (None: those of the flags
         `rollout.*`) at the flags' temperature. A text is a prompt as the policy reads it. Groups come in the
         order of the prompts, with the rewards of the flags if there are any. The seeds of a prompt follow
         from its number and epoch, so that the same weights give it the same answers again."""
-        flags = self._sampling("rollout", n=n, max_new_tokens=max_new_tokens)
+        flags = self._sampling("rollout", n, max_new_tokens=max_new_tokens)
         return self._lanes.on("engines", self._sample, prompts, "train", flags)
 
-    def given(self, prompts: Sequence[Prompt | str], answers: Sequence[str]) -> list[PromptGroup]:
+    def given(self, prompts: Prompts, answers: Sequence[str]) -> list[PromptGroup]:
         """Returns groups whose only sample is the given answer, with the token that ends it, in place of one
         of the policy: for supervised losses. Nothing sampled it, so its `rollout_log_probs` are NaN, and its
         reward is 0."""
@@ -279,8 +271,7 @@ class Run:
         about = {"is_chat": data.apply_chat_template, "max_len": data.max_len, "version": self.version}
         known, answers = self._known.of(prompts), list_of(str, answers, "texts, one for each prompt")
         if len(known) != len(answers):
-            text = f"there are {len(known)} prompts and {len(answers)} answers"
-            raise UsageError(ErrorCode.INVALID_VALUE, text)
+            raise UsageError(ErrorCode.INVALID_VALUE, f"{len(known)} prompts and {len(answers)} answers")
         given = [
             given_answer(self.tokenizer, prompt, answer, **about)
             for prompt, answer in zip(known, answers, strict=True)
@@ -298,7 +289,7 @@ class Run:
 
     def evaluate(
         self,
-        prompts: Sequence[Prompt | str] | Result,
+        prompts: Prompts | Result,
         reward: RewardFunc | None = None,
         *,
         n: int | None = None,
@@ -308,8 +299,7 @@ class Run:
     ) -> Result[Metrics]:
         """Samples `n` answers to each prompt, and returns the metrics `eval/...` of their scores. `reward`:
         None: the rewards of the flags. `n` to `max_new_tokens`: None: those of the flags `eval.*`."""
-        own = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
-        flags = self._sampling("eval", n=n, **own)
+        flags = self._sampling("eval", n, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
         if flags["eval.n_samples_per_prompt"] > 1 and flags["eval.temperature"] == 0:
             text = f"{SAME_ANSWER}; evaluate with n=1, or with a temperature above 0"
             raise UsageError(ErrorCode.CONFLICT, text, flag="--eval.temperature", value=0.0)
@@ -319,7 +309,7 @@ class Run:
             text = "nothing scores the samples; pass a reward function, or set the flag"
             raise UsageError(ErrorCode.MISSING_FLAG, text, flag="--reward.remote_url")
 
-        def work(prompts: Sequence[Prompt | str], step: int) -> Metrics:
+        def work(prompts: Prompts, step: int) -> Metrics:
             groups = self._sample(prompts, "eval", flags)
             samples = _some(groups if reward is None else self._reward(groups, reward))
             metrics, about = evaluation_metrics(samples), {"step": step, "version": self.version}
@@ -441,8 +431,8 @@ class Run:
         place = os.fspath(folder)
         if problem := folder_problem(place):
             raise UsageError(ErrorCode.NOT_WRITABLE, problem, flag="folder", value=place)
-        own = with_values(self.config, {"ckpt.output_dir": place})
-        check_output(own, resumes=self._continues or place in self._owned)
+        resumes = self._continues or place in self._owned
+        check_output(with_values(self.config, {"ckpt.output_dir": place}), resumes=resumes)
         self._owned.add(place)
         return self._lanes.on("models", lambda: self._roles.policy.export(place).result())
 
@@ -454,14 +444,13 @@ class Run:
         self._lanes.check()
         own, samples = read_metrics(wait_for_value(metrics)), _all(wait_for_value(groups))
         self.step += 1
-        trained, self._trained_version = self._trained_version, None
-        version = self.version if trained is None else trained
-        step = Step(number=self.step, version=version, samples=samples)
-        while self._measured:  # a sync may be under way
+        trained, self._trained_version = self._trained_version, None  # a sync may be under way
+        step = Step(number=self.step, version=self.version if trained is None else trained, samples=samples)
+        while self._measured:
             step.metrics |= self._measured.popleft()
         if samples:
             announce([RolloutMetrics()], Hook.scoring, step)
-            if self._lacks_rewards(samples):  # of no reward function, which they would blame
+            if self._lacks_rewards(samples):  # else warnings would blame a reward function
                 step.metrics = {k: v for k, v in step.metrics.items() if not k.startswith("rollout/reward_")}
             announce([self._observer], Hook.trained, step)
         step.metrics |= own
@@ -475,19 +464,15 @@ class Run:
 
     # The work of the verbs, on their lanes
 
-    def _sampling(self, section: str, *, n: int | None, **own: Any) -> dict[str, Any]:
-        """Returns the flags with which a call samples: those of the run, and its own of this section. None is
-        not given. Raises UsageError for a value that its flag does not take."""
+    def _sampling(self, section: str, n: int | None, **own: Any) -> dict[str, Any]:
+        """Returns the flags with which a call samples: those of the run, and its own of a section (None: not
+        given). Raises UsageError for a value that its flag does not take."""
+        own["n_samples_per_prompt"] = n if n is None else whole("n", n)
         given = {f"{section}.{name}": value for name, value in own.items() if value is not None}
-        given = {key: flag_value(key, value) for key, value in given.items()}
-        if n is not None:
-            given[f"{section}.n_samples_per_prompt"] = whole("n", n)
-        values = flag_values(self.config)
-        return {key: values[key] for key in SAMPLED} | given
+        flags = flag_values(self.config) | {key: flag_value(key, value) for key, value in given.items()}
+        return {key: value for key, value in flags.items() if key.startswith(("rollout.", "eval."))}
 
-    def _sample(
-        self, prompts: Sequence[Prompt | str], purpose: Purpose, flags: Mapping[str, Any]
-    ) -> list[PromptGroup]:
+    def _sample(self, prompts: Prompts, purpose: Purpose, flags: Mapping[str, Any]) -> list[PromptGroup]:
         known = self._known.of(prompts)
         if purpose == "train" and not self._is_synced and self.step - self._synced_at >= UNSYNCED:
             text = f"note: the engine samples with the weights of step {self._synced_at}"
@@ -537,8 +522,7 @@ class Run:
         check_failures(samples, config.reward.max_failed_ratio, step.number)
         announce(self._hooks, Hook.sampled, step)
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
-        columns = config.batch_columns | {"by_prompt": True}  # a loss of the loop's own may read it
-        batch = Batch.of(step.finished, version, **columns)
+        batch = Batch.of(step.finished, version, **config.batch_columns | {"by_prompt": True})
         passes = begin_forward(batch, models)
         announce(self._hooks, Hook.scoring, step)
         step.batch = with_outputs(batch, passes, step.number)
@@ -575,24 +559,22 @@ class Run:
 
     def _backward(self, batches: Sequence[Batch], losses: Sequence[Any]) -> Metrics:
         metrics: Metrics = {}
-        pairs = []
+        pairs, total = [], 0.0
         for batch, loss in zip(map(as_batch, batches), losses, strict=True):
             if callable(loss) and not isinstance(loss, type):
                 log_probs = torch.from_numpy(self._roles.policy.forward(batch).result()).requires_grad_()
                 gradient, own = compute_loss(loss, log_probs, batch)
-                own[LOSS] += metrics.get(LOSS, 0.0)
                 batch, metrics = replace(batch, advantages=gradient, returns=gradient), metrics | own
+                total += own["policy/loss"]
                 loss = GivenGradient(temperature=self.config.rollout.temperature)
             else:
                 self._check_log_probs(batch)
             pairs.append((batch, loss))
         self._has_gradient = True
         found = self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result()
-        num_named = sum(not isinstance(loss, GivenGradient) for _, loss in pairs)
-        means = [name for name in found if name.startswith("policy/") and not name.endswith("loss")]
-        found |= {name: found[name] / num_named for name in means}
-        metrics[LOSS] = metrics.get(LOSS, 0.0) + found.get(LOSS, 0.0)
-        return found | metrics
+        named = sum(not isinstance(loss, GivenGradient) for _, loss in pairs)
+        means = {k: v / named for k, v in found.items() if not k.endswith(("loss", "num_tokens"))}
+        return found | means | metrics | {"policy/loss": found.get("policy/loss", 0.0) + total}
 
     def _check_log_probs(self, batch: Batch, num_updates: int = 1) -> None:
         """Raises UsageError if the first or a later one of these optimizer steps has no ratio, or if the loss

@@ -27,11 +27,8 @@ SIZES = (
 )
 """Flags that count processes, all 1 in one process."""
 LOCAL = {"rollout.engine": "transformers", "train.backend": "torch", **dict.fromkeys(SIZES, 1)}
-SCHEDULERS = ("actor.lr_scheduler", "critic.lr_scheduler")
-CONSTANT = dict.fromkeys(SCHEDULERS, "constant") | {
-    "actor.lr_warmup_ratio": 0.0,
-    "critic.lr_warmup_ratio": 0.0,
-}
+_SHAPE = {"lr_scheduler": "constant", "lr_warmup_ratio": 0.0}
+CONSTANT = {f"{role}.{name}": value for name, value in _SHAPE.items() for role in ("actor", "critic")}
 """The schedules of a loop of unknown length."""
 
 
@@ -104,7 +101,7 @@ def _set_one_process(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _set_schedule(config: PPOConfig, steps: int | None) -> Iterator[Problem]:
-    values = flag_values(config)
-    for key in SCHEDULERS if config.uses_critic else SCHEDULERS[:1]:
-        if steps is None and (name := values[key]) != "constant":
-            yield Problem(key, f"{name} needs the number of optimizer steps: Run(..., steps=N)")
+    for role in ("actor", "critic") if config.uses_critic else ("actor",):
+        if steps is None and (name := getattr(config, role).lr_scheduler) != "constant":
+            text = f"{name} needs the number of optimizer steps: Run(..., steps=N)"
+            yield Problem(f"{role}.lr_scheduler", text)

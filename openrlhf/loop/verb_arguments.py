@@ -20,8 +20,6 @@ from openrlhf.types import Batch, Metrics, PromptGroup, not_none
 from openrlhf.user_file import call_problem
 
 ItemT = TypeVar("ItemT")
-LOSS = "policy/loss"
-"""The metric of a loss."""
 
 
 def check_function(function: Any, role: str, *takes: str) -> None:
@@ -103,10 +101,8 @@ def as_advantages(values: Any, count: int) -> np.ndarray:
     if given.dtype.kind not in "fiub":
         problem = f"expects a name, a class or numbers; this is {_kind(values)}"
     elif given.shape not in {(), (count,)}:
-        problem = (
-            f"the batch has {count} actions, and advantages the shape {given.shape}; those of sequences "
-        )
-        problem += "become those of actions by np.repeat(numbers, batch.num_actions)"
+        problem = f"the batch has {count} actions, and advantages the shape {given.shape}; np.repeat("
+        problem += "numbers, batch.num_actions) gives each action that of its sequence"
     elif not np.isfinite(given).all():
         problem = "some are not finite"
     if problem:
@@ -158,4 +154,4 @@ def compute_loss(loss: Callable, log_probs: Tensor, batch: Batch) -> tuple[np.nd
     if gradient is None:
         text = "the loss does not depend on log_probs: detach, item, numpy and no_grad cut gradients off"
         raise UsageError(ErrorCode.USER_CODE, text)
-    return gradient.numpy(), {LOSS: float(value.detach())} | read_metrics(more or {})
+    return gradient.numpy(), {"policy/loss": float(value.detach())} | read_metrics(more or {})

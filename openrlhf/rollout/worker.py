@@ -163,7 +163,7 @@ class RolloutWorker:
         await self.engine.wake(tags)
 
 
-def samples_per_prompt(config: PPOConfig) -> dict[Purpose, int]:
+def group_sizes(config: PPOConfig) -> dict[Purpose, int]:
     """Returns the number of samples of a prompt, by purpose."""
     return {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt}
 

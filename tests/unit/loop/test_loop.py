@@ -200,7 +200,7 @@ def test_losses_of_a_call_are_one_sum_and_their_fractions_a_mean(start):
 
 
 def test_a_critic_learns_at_its_own_rate(start):
-    """That of a schedule of unknown length was 1e-13: a warm-up without an end."""
+    """In a loop of unknown length it was 1e-13: a warm-up without an end."""
     run = start(**{"algo.advantage.estimator": "gae", "critic.adam.lr": 0.01})
     batch = run.batch(run.reward(run.sample(QUESTIONS), by_length))
     assert run.update(batch).result(60)["critic/lr"] == 0.01
