@@ -5,7 +5,7 @@ import inspect
 import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +127,13 @@ def field_texts(found: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for base in filter(is_dataclass, reversed(found.__mro__)):
         source = inspect.getsource(base)
-        (made,) = ast.parse(source).body
-        for field, below in pairwise([*made.body, made]):
-            if isinstance(field, ast.AnnAssign):
-                comment = source.splitlines()[field.end_lineno - 1].partition("  # ")[2]
-                own = below.value.value if isinstance(below, ast.Expr) else comment
-                texts[field.target.id] = " ".join(own.split())
+        body = next(node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+        for field, below in zip_longest(body, body[1:]):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+                case ast.AnnAssign(target=ast.Name(name), end_lineno=int(line)), _:
+                    texts[name] = source.splitlines()[line - 1].partition("  # ")[2]
     return texts
 
 
