@@ -39,3 +39,8 @@ def own_bytes() -> int:
     if DEVICE_TYPE == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def idle_gpus() -> int:
+    """Returns the number of visible GPUs beyond one for each rank of the run."""
+    return max(0, torch.cuda.device_count() - int(os.environ.get("WORLD_SIZE", "1")))

@@ -15,8 +15,10 @@ from openrlhf.backends import distributed
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import engine_environment
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.device import visible_index
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.supervised.data_checks import data_notes
 from openrlhf.nvidia_smi import gpu_bytes
 
 
@@ -48,6 +50,17 @@ def test_the_processes_of_an_engine_on_gpus_are_spawned(environment, monkeypatch
     options = EngineOptions.of(PPOConfig(), model="m", max_len=8, on_gpu=True)
     environment.update(engine_environment(options))
     assert method() == "spawn"
+
+
+@pytest.mark.parametrize(("ranks", "note"), [("1", "7 GPUs without a rank"), ("7", "1 GPU without a rank")])
+def test_a_run_tells_of_gpus_that_it_leaves_idle(environment, monkeypatch, ranks, note) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    environment["WORLD_SIZE"] = ranks  # also set by DeepSpeed's launcher
+    config = SFTConfig()
+    (told,) = data_notes(config, config.train.batch_size)
+    assert told == f"{note}: torchrun --nproc_per_node starts one on each GPU"
+    environment["WORLD_SIZE"] = "16"  # on two machines
+    assert not [*data_notes(config, config.train.batch_size)]
 
 
 UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-7a1b0c2d-0000-4106-c12f-20bd9faed9f6"

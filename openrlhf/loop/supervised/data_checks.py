@@ -8,6 +8,7 @@ from functools import partial
 
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.sources import check_columns
+from openrlhf.device import idle_gpus
 from openrlhf.errors import counted
 from openrlhf.observability.hooks.load import check_hooks
 from openrlhf.observability.trackers.load import build_trackers
@@ -27,7 +28,7 @@ def check_data(config: SupervisedConfig) -> None:
 
 
 def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
-    """Yields what a run of `num_samples` samples does otherwise than its flags say."""
+    """Yields what a run of `num_samples` samples does otherwise than its flags and machine suggest."""
     train, data, evaluation = config.train, config.data, config.eval
     steps, size = train.total_steps(math.ceil(num_samples / train.batch_size)), train.batch_size
     if num_samples < size:
@@ -39,3 +40,5 @@ def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
     same_split = evaluation.split == data.dataset_split or os.path.isfile(data.dataset)
     if evaluation.dataset == data.dataset and same_split:
         yield f"--eval.dataset {evaluation.dataset} is trained on: no held-out scores"
+    if idle := idle_gpus():
+        yield f"{counted(idle, 'GPU')} without a rank: torchrun --nproc_per_node starts one on each GPU"
