@@ -247,7 +247,7 @@ class PolicyWorker(TrainedWorker):
     ) -> Objective[ExperienceRow]:
         """`seen`: see `PolicyObjective`."""
         if isinstance(loss, GivenGradient):
-            return loss
+            return balanced(loss, self.config.actor.aux_loss_coef, "policy")
         objective = PolicyObjective.from_config(self.config, kl_coef, seen)
         if loss is not None:
             objective = replace(objective, loss_type=loss)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.parse import parse
+from openrlhf.config.ppo import ActorConfig, PPOConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.rl_checks import check_files
 from openrlhf.models.experts import check_experts, check_routers, freeze_routers, recorded_balance
@@ -25,9 +27,10 @@ from openrlhf.models.self_check import read_one_by_one
 from openrlhf.rows import ExperienceRow, LossNorm, PackedRow, Pair, PairRow, Sample
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
 
 SHAPE = {
     "vocab_size": 61,
@@ -249,15 +252,17 @@ def test_policies_and_critics_balance_their_experts(folders: dict) -> None:
     columns = {"rollout_log_probs": -4.0, "log_probs": -4.0, "values": 0.0, "advantages": 1.0, "returns": 1.0}
     row = ExperienceRow.of(batch_of([sampled], **columns))
     path = str(folders["qwen3_moe"])
+    policy, own_loss = policy_of(folders["qwen3_moe"]), GivenGradient(temperature=1.0)
     critic = ValueModel(load_scorer(path, flag="--critic", dtype="fp32", attention="auto").model)
-    for model, inner in (
-        (policy_of(folders["qwen3_moe"]), PolicyObjective()),
-        (critic, CriticObjective(value_clip=0.5)),
+    worker: Any = SimpleNamespace(config=PPOConfig(actor=ActorConfig(aux_loss_coef=COEF)))
+    for model, inner, objective in (
+        (policy, PolicyObjective.from_config(worker.config, 0.0), PolicyWorker.objective(worker, 0.0)),
+        (policy, own_loss, PolicyWorker.objective(worker, 0.0, own_loss)),
+        (critic, CriticObjective.from_config(worker.config), CriticWorker.objective(worker, 0.0)),
     ):
-        objective = BalancedObjective(objective=inner, coef=COEF, metric="policy/balance_loss")
         loss, metrics = objective(model, row, norm_of(row))
         plain, _ = inner(model, row, norm_of(row))
-        balance = metrics["policy/balance_loss"]
+        balance = metrics[f"{'critic' if model is critic else 'policy'}/balance_loss"]
         assert balance > 2.01
         assert loss.item() == pytest.approx((plain + COEF * balance).item(), rel=1e-5)
 
