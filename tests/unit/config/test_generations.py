@@ -64,6 +64,14 @@ def test_each_row_of_the_page_says_what_the_code_does() -> None:
             assert TOOL["here"](TOOL["BY_NAME"][command], name) == text, name
 
 
+def test_each_dotted_spelling_is_a_row_of_the_page() -> None:
+    named, missing = {name for name, *_ in ROWS}, set()
+    for command in TOOL["BY_NAME"].values():
+        missing |= {spelled for spelled in command.old_flags if "." in spelled.split()[0]} - named
+    unlisted = {"te", "none", "off", "selective"}  # values that the published scripts do not list
+    assert {spelled.partition(" ")[2] for spelled in missing} <= unlisted
+
+
 @pytest.mark.parametrize(
     ("line", "flags"),
     [
