@@ -186,7 +186,8 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.rollout.local import LocalEngine
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options, transfer_backend
-    from openrlhf.text import Decode, decode, first_token_ids, prompt_token_ids, decode_response
+    from openrlhf.text import Decode, behind_thoughts, decode, first_token_ids, prompt_token_ids
+    from openrlhf.text import decode_response
     from openrlhf.training.collect import StalenessLimit, Collector, SAME_REWARD
     from openrlhf.training.advantages import advantage_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics

@@ -224,4 +224,9 @@ def placeholder(processor: Any) -> str:
     return written
 
 
+def behind_thoughts(text: str) -> str:
+    """Returns the part of an answer that is not thoughts: all behind the last </think>."""
+    return text.rpartition("</think>")[2]
+
+
 _REPLACEMENT = "\ufffd"

@@ -27,6 +27,7 @@ from openrlhf.agents.base import called, within
 from openrlhf.agents.chat_stream import TOOL, ChatStream, Message, probe
 from openrlhf.agents.openai import BadRequest, Session, SessionExecutor
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.text import behind_thoughts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,7 +215,7 @@ class Toolbox:
         """Runs all tool calls of an answer concurrently and returns their results as messages; none if it
         calls no tool."""
         calls = message.get("tool_calls") or []
-        if not calls and self.executor.call_mark in message["content"].rpartition("</think>")[2]:
+        if not calls and self.executor.call_mark in behind_thoughts(message["content"]):
             self.num_errors += 1
             return [{"role": "user", "content": UNREADABLE}]
         tasks = [asyncio.create_task(self._result(call)) for call in calls]

@@ -36,10 +36,12 @@ def check_learned(
     token_ids, learned = tokens
     chosen = [token for token, is_learned in zip(token_ids, learned, strict=True) if is_learned]
     text, wrong = decode(tokenizer, chosen, skip_special_tokens=True), ""
-    # A template may end the prompt with the <think> of an answer.
-    found, expected = "".join(text.split()), _decoded(answer.rpartition("</think>")[2], tokenizer)
+    # A template may end the prompt with the <think> of an answer, and write its thoughts elsewhere.
+    thoughts, _, rest = answer.rpartition("</think>")
+    parts = [_decoded(part, tokenizer) for part in (thoughts.strip().removeprefix("<think>"), rest)]
+    found, expected = "".join(text.split()), parts[1]
     asked = "" if question is None or columns.multiturn else _decoded(question, tokenizer)
-    if expected not in found:
+    if not all(part in found for part in parts):
         wrong = f"must contain the answer {shortened(answer, LONGEST)!r}"
     elif len(asked) >= LEAST and asked[len(asked) // 2 :] in found.replace(expected, ""):
         wrong = f"must not contain the question {shortened(str(question), LONGEST)!r}"

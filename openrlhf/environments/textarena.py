@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from openrlhf.api import ErrorCode, RunError, Session, SessionExecutor
+from openrlhf.api import ErrorCode, RunError, Session, SessionExecutor, behind_thoughts
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.gym import parse_seed
 from openrlhf.environments.packages import package
@@ -89,7 +89,7 @@ class Game:
     def move(self, text: str) -> None:
         """Plays the move behind thoughts, in which games would find moves, and which other players would
         read."""
-        self.is_over, _ = self.env.step(text.rpartition("</think>")[2])
+        self.is_over, _ = self.env.step(behind_thoughts(text))
 
     def reward(self, player: int) -> float:
         rewards, _ = self.env.close()

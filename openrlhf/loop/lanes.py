@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Event, local
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, first_line
 
 # bounded .result(): submitted work ends.
 
@@ -94,6 +94,8 @@ class Lanes:
                     return work(*map(wait_for_value, arguments))
                 except Exception as error:
                     first = self._first_unread() or error
+                    if first is not error:
+                        first.add_note(f"work after it failed, too: {first_line(error)}")
                 raise first
 
         result = Result(self._threads[lane].submit(run))

@@ -9,6 +9,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from decimal import Decimal
 from typing import Any, NoReturn
 
+from openrlhf.text import behind_thoughts
+
 LIMIT = 5.0
 """Seconds of CPU time after which the comparison of two answers ends, and the answer is wrong. Time of the
 clock would make right answers wrong on a busy machine."""
@@ -153,7 +155,7 @@ def grade_response(response: str, label: str | float) -> bool:
     equation, the last side counts. Where the label is a number, a sum or product that is not worked out is
     wrong. Its time is limited as that of `grade_answer`. Raises TypeError for a label that is neither text
     nor a number."""
-    said = response.rpartition("</think>")[2]
+    said = behind_thoughts(response)
     response = next(iter(_TAGGED.findall(said)[-1:]), said)
     truth, boxed = _OPTION.sub(r"\1", final_answer(label)), extract_boxed_answer(response)
     if boxed is not None or not truth:

@@ -2,7 +2,7 @@
 
 import re
 
-from openrlhf.api import extract_boxed_answer, find_entry
+from openrlhf.api import behind_thoughts, extract_boxed_answer, find_entry
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _END = re.compile(r"(?:\s|<[|｜][^<>\s]*[|｜]>|</s>|<eos>|<pad>|<end_of_turn>|<\|?im_end\|?>)+\Z")
@@ -24,7 +24,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
 def extract_answer(response: str) -> tuple[str | None, bool]:
     r"""Returns (answer, whether it is marked): the content of the last <answer>...</answer>, else of the last
     \boxed{...}, else the last non-blank line, after the thoughts and without special tokens."""
-    said = response.rpartition("</think>")[2]
+    said = behind_thoughts(response)
     if tagged := _TAGGED.findall(said):
         return tagged[-1].strip(), True
     if (boxed := extract_boxed_answer(said)) is not None:

@@ -210,9 +210,13 @@ def test_a_table_names_each_column_once(tmp_path, ending):
     assert '"output" exists 2 times' in told.value.text
 
 
-def test_rows_of_json_lines_stay_on_disk(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"input": str(i) * 5000}) + "\n" for i in range(1000, 2000)))
+@pytest.mark.parametrize(
+    ("name", "head", "line"), [("a.jsonl", "", '{{"input": "{}"}}'), ("a.csv", "input", "{}")]
+)
+def test_rows_stay_on_disk(tmp_path, name, head, line):
+    path = tmp_path / name
+    lines = [head] * bool(head) + [line.format(str(i) * 5000) for i in range(1000, 2000)]
+    path.write_text("\n".join(lines))
     tracemalloc.start()
     rows = load(path)
     _, peak = tracemalloc.get_traced_memory()
@@ -231,17 +235,6 @@ def test_rows_of_csv_are_read_in_any_order_and_after_pickling(tmp_path, end, mar
     texts = ["é", 'two\nlines, and "quotes"', "c"]
     assert [rows[i]["input"] for i in (2, 0, 1, 2)] == [texts[i] for i in (2, 0, 1, 2)]
     assert [row["label"] for row in rows] == ["1", "2", "3"]
-
-
-def test_rows_of_csv_stay_on_disk(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("input\n" + "".join(f"{str(i) * 5000}\n" for i in range(1000, 2000)))
-    tracemalloc.start()
-    rows = load(path)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert path.stat().st_size > 20_000_000 > 20 * peak
-    assert rows[999]["input"] == "1999" * 5000
 
 
 def test_broken_rows_of_csv_are_left_out_where_they_are(tmp_path):

@@ -76,6 +76,13 @@ def test_wrong_marks_are_found(wrong: str) -> None:
         assert len(build(PLAIN, **options, verify=False)) == 1
 
 
+def test_thoughts_that_are_cut_are_found() -> None:
+    row = PLAIN | {"output": f"<think>2+2=4</think>{ANSWER}"}
+    cut = patch.object(answers, "plain_answer", lambda p, a: whole_text("", a.replace("2+2=4", "")))
+    with cut, refused(ErrorCode.BROKEN_INVARIANT, value="rows.json", row=1):
+        build(row, apply_chat_template=False)
+
+
 @pytest.mark.parametrize(
     ("row", "options"),
     [
@@ -87,6 +94,7 @@ def test_wrong_marks_are_found(wrong: str) -> None:
         ({"input": [*TALK, TALK[0]]}, {"multiturn": True}),
         ({"input": [*TALK, TALK[0], {"role": "assistant", "content": ""}]}, {"multiturn": True}),
         ({"input": QUESTION, "output": [TALK[1]]}, {}),
+        ({"input": QUESTION, "output": f"<think>2+2=4</think>{ANSWER}"}, {}),
         ({"input": QUESTION, "output": QUESTION}, {}),  # an answer that repeats the question
         ({"input": QUESTION, "output": "\u65e5\u672c \U0001f600 na\u00efve"}, {}),
     ],

@@ -369,8 +369,9 @@ def test_a_step_after_a_loss_that_failed_has_the_error_of_the_loss(start):
     """And not that it has no gradient: the loop reads the result of the step alone."""
     run = start()
     run.forward_backward(run.batch(run.sample(QUESTIONS)), lambda log_probs, batch: batch.advantage)
-    with pytest.raises(AttributeError, match="no attribute 'advantage'"):
+    with pytest.raises(AttributeError, match="no attribute 'advantage'") as error:
         run.log(run.optim_step())
+    assert "there is no gradient" in error.value.__notes__[0]
     run.sync().result(60)  # the error was read
 
 
