@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "OPENRLHF_TEST_RUN"
-GRACE_S = 30
-"""Seconds that a process may take to end after it was told to; a busy machine needs them."""
+GRACE_S = 90
+"""Seconds that a process may take to end after it was told to. Agents of Ray look for a head that was killed
+for 60 s; a busy machine needs more."""
+LEFT = pytest.StashKey[dict[int, str]]()
 STARTING_S = 0.5
 """Seconds until the first look: a process has no variables for a moment while it is being started."""
 
@@ -38,16 +40,25 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     deadline = time.monotonic() + GRACE_S
     while (left := leftovers()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    for pid, command in left.items():
-        print(f"\nERROR: process {pid} outlives the tests that started it: {command}", end="", flush=True)
+    for pid in left:
         os.kill(pid, signal.SIGKILL)
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    session.config.stash[LEFT] = left
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # its lines are the last, of which a log's end has some
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Generator[None]:
+    yield
+    for pid, process in config.stash.get(LEFT, {}).items():
+        terminalreporter.write_line(f"ERROR: process {pid} outlives the tests that started it: {process}")
 
 
 def leftovers() -> dict[int, str]:
-    """Returns the commands of living processes of this run, except this process and multiprocessing's
-    helpers, which end with it."""
+    """Returns the commands of living processes of this run, and in which test each was started, except this
+    process and multiprocessing's helpers, which end with it."""
     found = {}
     run = f"{VARIABLE}={os.environ[VARIABLE]}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -59,5 +70,6 @@ def leftovers() -> dict[int, str]:
             continue
         helper = parent == os.getpid() and "from multiprocessing." in command
         if run in variables and command and int(folder.name) != os.getpid() and not helper:
-            found[int(folder.name)] = command
+            started = next((v for v in variables if v.startswith(b"PYTEST_CURRENT_TEST=")), b"").decode()
+            found[int(folder.name)] = f"{command} ({started})"
     return found

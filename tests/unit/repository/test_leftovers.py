@@ -49,7 +49,8 @@ def test_a_run_that_leaves_a_process_fails(tmp_path, text, code, parallel) -> No
     )
     assert ran.returncode == code, ran.stdout
     assert "1 passed" in ran.stdout
-    assert ("outlives the tests that started it: sleep 298" in ran.stdout) == (code == 1)
+    told = "outlives the tests that started it: sleep 298 (PYTEST_CURRENT_TEST=test_it.py::test_it (call))"
+    assert (told in ran.stdout) == (code == 1)
 
 
 def test_the_tests_of_several_runs_are_counted_together(tmp_path) -> None:
