@@ -2,7 +2,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
@@ -70,20 +70,23 @@ def _is_fast(config: pytest.Config) -> bool:
     return "not processes" in config.option.markexpr
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Sorts the longest tests first, so that both processes have work until the end. One test with trained
     models comes first, and the others late: the first trains the models while the other process has other
     work."""
+    if _is_fast(config):
+        _leave_out_rows(items)
+        _try_fewer(
+            {item.function for item in items if hasattr(getattr(item, "function", None), "hypothesis")}
+        )
+    yield  # pytest leaves out what the command line does not ask for
     needs = lambda item: "knowing" in getattr(item, "fixturenames", ())
     items.sort(key=lambda item: ("e2e" not in item.path.parts, needs(item)))
     first = next(filter(needs, items), None)  # a list is empty while it is sorted
     items.sort(key=lambda item: item is not first)
     if _is_fast(config):
         items.sort(key=lambda item: "tools" not in item.path.parts)  # their files take longest
-        _leave_out_rows(items)
-        _try_fewer(
-            {item.function for item in items if hasattr(getattr(item, "function", None), "hypothesis")}
-        )
 
 
 def _leave_out_rows(items: list[pytest.Item]) -> None:
