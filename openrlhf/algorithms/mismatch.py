@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.reductions import blockwise, mean, segment_mean, spread
+from openrlhf.algorithms.reductions import BLOCK, blockwise, mean, segment_mean, spread
 from openrlhf.types import Metrics
 
 
@@ -58,10 +58,18 @@ MAX_AGE = 3
 
 
 def _mismatch(log_ratio: Tensor, distance: Tensor) -> Metrics:
+    kl = total = squares = 0.0
+    for part in log_ratio.split(BLOCK):  # see `blockwise`
+        ratio = part.exp()
+        kl += float((ratio - 1 - part).sum())
+        weights = ratio.double()
+        total += float(weights.sum())
+        squares += float(weights @ weights)
+    count = len(log_ratio)
     return {
-        "kl": float(mean(blockwise(lambda d: d.exp() - 1 - d, log_ratio))),
+        "kl": kl / max(count, 1),
         "abs_diff_mean": float(mean(distance)),
-        "ess": _effective_fraction(blockwise(lambda d: d.double().exp(), log_ratio)),
+        "ess": total**2 / (count * squares) if count else 1.0,
     }
 
 
@@ -76,13 +84,6 @@ def _percentile(x: Tensor, percent: int) -> float:
     rank = -(-len(x) * percent // 100) - 1
     # torch.quantile accepts at most 2^24 values, and torch.kthvalue takes six times as long
     return float(np.partition(x.numpy(), rank)[rank]) if len(x) else 0.0
-
-
-def _effective_fraction(weights: Tensor) -> float:
-    """Returns the effective sample size as a fraction of the samples; 1 for an empty tensor. Overwrites the
-    weights."""
-    total = weights.sum()
-    return float(total**2 / (len(weights) * weights.square_().sum())) if len(weights) else 1.0
 
 
 PROBE = "mismatch/probe_mean"
