@@ -285,21 +285,29 @@ def trl(setting: Setting) -> Run:
 
 
 def grpo_trainer(
-    setting: Setting, reward: Callable, callback: Any, *, optimizer_steps: int = 1, **arguments: Any
+    setting: Setting,
+    reward: Callable,
+    callback: Any,
+    *,
+    optimizer_steps: int = 1,
+    micro_batches: int = 1,
+    **arguments: Any,
 ) -> Any:
-    """Builds TRL's trainer. `setting.steps`: batches of samples, with `optimizer_steps` each. `arguments`: of
-    GRPOConfig."""
+    """Builds TRL's trainer. `setting.steps`: batches of samples, with `optimizer_steps` each, whose gradients
+    are sums over `micro_batches`. `arguments`: of GRPOConfig."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    parts = optimizer_steps * micro_batches
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32"),
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=setting.batch_size * setting.num_samples // optimizer_steps,
-            steps_per_generation=optimizer_steps,
+            per_device_train_batch_size=setting.batch_size * setting.num_samples // parts,
+            gradient_accumulation_steps=micro_batches,
+            steps_per_generation=parts,
             num_generations=setting.num_samples,
             max_completion_length=setting.max_new_tokens,
             max_steps=setting.steps * optimizer_steps,

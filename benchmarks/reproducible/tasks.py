@@ -213,13 +213,4 @@ TASKS = {
         goal=0.5,
         flags={"rollout.temperature": 0.7},
     ),
-    "gsm_symbolic": Task(
-        about="reasoning-gym's gsm_symbolic: grade-school word problems",
-        problems=partial(gym, "gsm_symbolic"),
-        reward=final_answer_reward.reward_func,
-        max_new_tokens=128,
-        max_len=512,
-        goal=0.2,
-        flags={"rollout.temperature": 0.7},
-    ),
 }

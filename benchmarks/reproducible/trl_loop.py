@@ -47,6 +47,7 @@ def train(
         as_trl(not_none(row.task.reward)),
         times,
         optimizer_steps=OPTIMIZER_STEPS,
+        micro_batches=row.micro_batches,
         loss_type="grpo",
         temperature=row.task.flags.get("rollout.temperature", 1.0),
         beta=grpo["algo.kl.init_coef"],
