@@ -77,6 +77,17 @@ def read_object(file: Path) -> dict[str, Any]:
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*")
 MODEL_FILES += ("adapter_config.json", "adapter_model.*")
 """Patterns of the files that transformers writes for a model, and peft for an adapter."""
+READER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "merges.txt")
+READER_FILES += (
+    "vocab.json",
+    "vocab.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+)
+READER_FILES += ("chat_template.jinja", "additional_chat_templates/*.jinja", "*processor_config.json")
+READER_FILES += ("reward_statistics.json",)
+"""Patterns of the files beside a model that say how it is used."""
 
 
 def holds_model(folder: str | os.PathLike) -> bool:
@@ -102,10 +113,10 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
             file.chmod(made.stat().st_mode & 0o666)  # as the umask says: safetensors shuts others out
         _flush(made)
         fault("export.before_move")
-        for pattern in MODEL_FILES:
-            for file in place.glob(pattern):
-                if not (made / file.name).exists():
-                    file.unlink()
+        of_before = (*MODEL_FILES, *READER_FILES) if holds_model(place) else ()
+        for file in [file for pattern in of_before for file in place.glob(pattern)]:
+            if not (made / file.relative_to(place)).exists():
+                file.unlink()
         for path in sorted(made.iterdir(), key=lambda path: path.name.endswith("config.json")):
             if path.is_dir():
                 _remove(place / path.name)

@@ -1,12 +1,15 @@
 """Publishes the saved model of a training command."""
 
 import os
+from fnmatch import fnmatch
+from pathlib import Path
 
 import huggingface_hub
 
 from openrlhf.checkpoint.start import Config
 from openrlhf.config.command import Command
 from openrlhf.errors import ErrorCode, RunError, UsageError, describe, first_line, notify
+from openrlhf.files import MODEL_FILES, READER_FILES
 from openrlhf.observability.hooks.load import call, find_points
 from openrlhf.observability.waits import waiting
 
@@ -34,23 +37,28 @@ def publish(config: Config, command: Command, *, base_model: str, datasets: str)
 
 
 def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
-    """Uploads a model's folder and returns the address. A new repository is private. Raises RunError if the
+    """Uploads the model in a folder and returns the address. A new repository is private. The files replace
+    the model that is there. Subfolders such as checkpoints and rollouts stay here. Raises RunError if the
     upload fails."""
-    api = huggingface_hub.HfApi()
+    api, of_models = huggingface_hub.HfApi(), (*MODEL_FILES, *READER_FILES)
+    ours = [path.name for path in Path(folder).iterdir() if path.is_file()]
+    matches = lambda name, pattern: fnmatch(name, pattern) and name.count("/") == pattern.count("/")
     try:
         address = api.create_repo(repository, private=True, exist_ok=True)
+        there = api.list_repo_files(repository)
         api.upload_folder(
             repo_id=repository,
             folder_path=str(folder),
             commit_message="Model trained with openrlhf",
-            ignore_patterns=["checkpoints*/**", "runs/**"],
+            allow_patterns=[*ours, "additional_chat_templates/*"],
+            delete_patterns=[name for name in there if any(matches(name, of) for of in of_models)],
         )
     except Exception as error:  # the hub, the network and the disk raise errors of many types
         raise RunError(
             ErrorCode.NOT_WRITABLE,
             f"the upload failed: {first_line(error)}\n"
             f"The model is complete in {folder}. Log in with `hf auth login`, then run\n"
-            f"`hf upload {repository} {folder}`.",
+            f"`hf upload {repository} {folder} --exclude '*/*'`.",
             flag="--ckpt.push_to_hub",
             value=repository,
         ) from error

@@ -29,22 +29,30 @@ def failing_parts():
 
 FULL = ["config.json", "generation_config.json", "model-1-of-2.safetensors", "model.safetensors.index.json"]
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+STALE = ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+STALE += ["special_tokens_map.json", "added_tokens.json", "reward_statistics.json", "pytorch_model.bin"]
+STALE += ["preprocessor_config.json", "model-00002-of-00002.safetensors", "vocab.json"]
 
 
 @pytest.mark.parametrize("kind", [FULL, ADAPTER], ids=["model", "adapter"])
 def test_of_a_model_of_the_other_kind_nothing_is_left(tmp_path, kind):
     """An adapter that was left would be loaded on top of the model beside it, or in its place."""
-    others = ["README.md", "tokenizer.json", "checkpoints"]
+    others = ["README.md", "tokenizer.py", "vocabulary.txt", "checkpoints", "chat_template.jinja"]
     assert not holds_model(tmp_path) and not holds_model(tmp_path / "gone")
     for name in others:
         (tmp_path / name).touch()
     assert not holds_model(tmp_path)
-    for name in [*FULL, *ADAPTER]:
+    with exporting(tmp_path) as made:
+        (made / FULL[0]).touch()
+    assert set(os.listdir(tmp_path)) == {*others, FULL[0]}  # there was no model whose template it could be
+    for name in [*FULL, *ADAPTER, *STALE]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     with exporting(tmp_path) as made:
-        for name in kind:
+        for name in [*kind, "tokenizer.json"]:
             (made / name).touch()
-    assert set(os.listdir(tmp_path)) == {*others, *kind}
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {*others[:-1], *kind, "tokenizer.json"}
     assert holds_model(tmp_path)
 
 

@@ -1,10 +1,12 @@
 """The card of a trained model, and the message when the hub refuses it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from refusals import refused
 
 from openrlhf.config.commands import SFT
@@ -115,18 +117,38 @@ def test_a_card_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capsy
     assert told.out.splitlines() == [f"model saved to {tmp_path}", "model uploaded to https://hub/me/model"]
 
 
-def test_checkpoints_and_logs_are_not_uploaded(tmp_path, monkeypatch):
-    sent = {}
+def test_an_upload_replaces_the_model_and_leaves_checkpoints_and_logs_here(tmp_path, monkeypatch):
+    """An adapter that was left in the repository would take the place of the model."""
+    sent = {"config.json", "model.safetensors", "additional_chat_templates/tool_use.jinja", "README.md"}
+    for name in [
+        *sent,
+        "checkpoints/latest",
+        "state/global_step1/model.pt",
+        "log/rollouts/step_000001.parquet",
+    ]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    there = {
+        "config.json",
+        "adapter_config.json",
+        "model-00001-of-00002.safetensors",
+        "LICENSE",
+        "models/model.safetensors",
+    }
 
     class Hub:
         def create_repo(self, repository, *, private, exist_ok):
-            assert private and exist_ok
+            assert private and exist_ok and repository == "me/model"
             return f"https://hub/{repository}"
 
-        def upload_folder(self, **arguments):
-            sent.update(arguments)
+        def list_repo_files(self, repository):
+            return [*there]
+
+        def upload_folder(self, *, folder_path, allow_patterns, delete_patterns, **_):
+            found = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*")]
+            there.difference_update(filter_repo_objects([*there], allow_patterns=delete_patterns))
+            there.update(filter_repo_objects(found, allow_patterns=allow_patterns))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert push_to_hub(tmp_path, "me/model") == "https://hub/me/model"
-    assert sent["folder_path"] == str(tmp_path) and sent["repo_id"] == "me/model"
-    assert set(sent["ignore_patterns"]) == {"checkpoints*/**", "runs/**"}
+    assert there == sent | {"LICENSE", "models/model.safetensors"}
