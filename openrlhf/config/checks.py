@@ -230,6 +230,8 @@ def unexpanded(path: str) -> str:
 
 def folder_problem(folder: str) -> str:
     """Returns the reason why no folder to write to can have this name; "" if one can."""
+    if not folder:
+        return "is empty; name a folder"
     return "is a file; name a folder" if os.path.isfile(folder) else unexpanded(folder)
 
 
@@ -332,6 +334,11 @@ def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[
         remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(LR_SCHEDULERS)}"
         text = f"there is no such schedule; {remedy}"
         yield Problem(f"{prefix}lr_scheduler", text, ErrorCode.INVALID_VALUE)
+    overlaps = optim.lr_warmup_ratio + optim.lr_decay_ratio > 1 + 1e-9
+    if optim.lr_scheduler == "warmup_stable_decay" and overlaps:
+        text = f"begins within the warm-up ({prefix}lr_warmup_ratio {optim.lr_warmup_ratio:g}), so that the "
+        text += "learning rate never reaches its peak; together they may be 1"
+        yield Problem(f"{prefix}lr_decay_ratio", text)
     if optim.optim == "muon" and optim.max_norm > 0 and ds.zero_stage > 0:
         yield Problem(
             f"{prefix}max_norm",
@@ -575,11 +582,11 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig, hooks: tuple[str, ...] | Non
     folders = {
         "ckpt.output_dir": ckpt.output_dir,
         "ckpt.path": ckpt.folder,
-        "logger.tensorboard_dir": logger.tensorboard_dir,
-        "logger.run_dir": logger.run_dir,
+        "logger.tensorboard_dir": logger.tensorboard_dir or ".",
+        "logger.run_dir": logger.run_dir or ".",
     }
     for key, folder in folders.items():
-        if problem := folder_problem(folder or ""):
+        if problem := folder_problem(folder):
             yield Problem(key, problem, ErrorCode.NOT_WRITABLE)
     for key, names in {"logger.trackers": logger.trackers, "train.hooks": hooks}.items():
         for name in names or ():

@@ -57,6 +57,13 @@ def test_without_a_warm_up_the_peak_comes_at_once(name):
     assert rates(name, 10, 0.0)[0] == 1
 
 
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 33])
+@pytest.mark.parametrize("warmup", [0.1, 0.5, 0.9])
+def test_a_decay_that_begins_after_the_warm_up_begins_at_the_peak(total, warmup):
+    """Both lengths are rounded up; a sum of the ratios above 1 is refused."""
+    assert max(rates("warmup_stable_decay", total, warmup, lr_decay_ratio=1 - warmup)) == 1
+
+
 @pytest.mark.parametrize("name", LR_SCHEDULERS)
 def test_more_steps_than_planned_keep_the_last_rate(name):
     rate = lr_schedule(OptimConfig(lr_scheduler=name), 4)
