@@ -120,6 +120,7 @@ NEEDS = {
     "train.dynamic_batch_enable": "rollout.max_tokens_per_gpu",
     "ds.lora.rank": "vllm.lora_sync",
     "train.async_enable": "train.async_queue_size",
+    "rollout.retries": "rollout.retry_on",
     "train.enable_ema": "train.ema_beta",
     "data.max_images_per_prompt": f"{checks.IMAGE_FLAGS} actor.freeze_visual_encoder",
     "eval.dataset": "ckpt.best_metric_key eval.eval_at_start eval.top_p eval.max_new_tokens",
@@ -210,6 +211,9 @@ def _ignored(c: PPOConfig) -> Iterator[checks.IgnoredFlags]:
     if not c.engines_sleep:
         why = "because engines have GPUs of their own without train.colocate_all, and with train.async_enable"
         yield "vllm.enable_sleep", why
+    if c.rollout.engine == "transformers":
+        keys = "vllm.gpu_memory_utilization vllm.kv_cache_gb vllm.enforce_eager vllm.enable_prefix_caching "
+        yield f"{keys}vllm.keep_cache vllm.sync_backend vllm.sync_with_ray", "without --rollout.engine vllm"
     if c.vllm.kv_cache_gb is not None:
         yield "vllm.gpu_memory_utilization", "with --vllm.kv_cache_gb, which sets the size"
     yield from checks.needs(c, NEEDS)
@@ -369,6 +373,10 @@ def _sources(c: PPOConfig) -> Iterator[Problem]:
             limit = "rollout.max_new_tokens" if c.rollout.max_new_tokens else "data.max_len"
             text = f"is more than {limit} {c.longest_response}; use at most {c.longest_response}"
             yield Problem(key, text)
+        if length is not None and not c.rollout.max_new_tokens:
+            text = f"begins at {c.data.max_len - length:g} tokens of a response, and data.max_len "
+            text += f"{c.data.max_len} counts the prompt too, so that nothing is penalised behind prompts of "
+            yield remark(key, f"{text}{length:g} tokens or more; set --rollout.max_new_tokens")
         if c.agents and c.rollout.max_new_tokens and length is not None:
             limit = f"rollout.max_new_tokens {c.rollout.max_new_tokens} is the limit of one answer"
             text = f"counts all answers of an episode, and {limit}: longer episodes have the whole penalty"
@@ -401,6 +409,10 @@ def _tasks(c: PPOConfig) -> Iterator[Problem]:
         if c.reward.models and c.reward.model_weights is None:
             text = "the reward models score all tasks; --reward.model_weights adds their scores to this one"
             yield Problem(key, text)
+    for task in c.task_values("overlong_penalty_factor"):
+        if c.for_source(task).reward.overlong_buffer_len is None:
+            text = f"has no effect without --tasks.{task}.overlong_buffer_len"
+            yield remark(f"tasks.{task}.overlong_penalty_factor", text)
     no_kl = {
         "without a reference model; set --algo.kl.init_coef, that of other tasks": not c.uses_reference,
         "a KL in the loss has one weight for the whole batch; remove --algo.kl.use_loss": c.algo.kl.use_loss,
