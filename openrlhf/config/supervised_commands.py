@@ -71,6 +71,9 @@ DPO = Command(
             ref: ref_pretrain=model_name_or_path ref_offload=offload
             model: beta ipo=ipo_enable label_smoothing nll_loss_coef
         """),
+        **old_flags.removed(
+            "loss_type: DPO's is sigmoid; --model.ipo_enable and --model.label_smoothing change it"
+        ),
     },
     problems=supervised_checks.dpo_problems,
 )

@@ -85,6 +85,8 @@ class Check:
     notes: list[str] = field(default_factory=list)
     """Probable mistakes, with which the run can start."""
     reward_flag: str = "--reward.remote_url"
+    subject: str = ""
+    """Beginning of the notes at the end, if only a part of the run has them."""
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
@@ -103,7 +105,7 @@ class Check:
         self.screen.line(f"  {text}")
 
     def note(self, *texts: str) -> None:
-        self.notes += texts
+        self.notes += (self.subject + text for text in texts)
         for text in texts:
             self.say(f"note: {text}")
 
@@ -235,7 +237,8 @@ def _rl_data(check: Check) -> None:
     firsts = {source if source in tasks else "": prompt for source, prompt in prompts.items()} or {"": None}
     for task, prompt in sorted(firsts.items()):
         flag = f"--tasks.{task}.{tasks[task]}" if task else check.reward_flag
-        of_task = replace(check, config=config.for_source(task), reward_flag=flag)
+        subject = f"{flag}: " * bool(tasks)
+        of_task = replace(check, config=config.for_source(task), reward_flag=flag, subject=subject)
         with check.part(f"rewards of {task or 'other prompts'}" if tasks else "rewards"):
             _rewards(of_task, prompt, tokenizer)
 

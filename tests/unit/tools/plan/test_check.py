@@ -246,6 +246,8 @@ def test_a_task_is_tried_with_its_own_reward(words: list[str], capsys: pytest.Ca
     code, text = checked([*words, "--tasks.a.reward", "own.py"], capsys)
     of_others, of_a = text.partition("rewards of other prompts")[2].split("rewards of a\n")
     assert code == 0 and "right        0 " in of_others and of_a.startswith("  right        1 ")
+    (note,) = verdict(text)
+    assert note.startswith("--reward.remote_url: all answers have the same reward")
 
 
 @pytest.mark.processes
