@@ -79,19 +79,21 @@ def check_places(config: Config) -> None:
 def check_output(config: Config, *, resumes: bool) -> None:
     """Raises UsageError if the run would overwrite a finished model, unless it resumes the run that wrote it,
     or a model that it reads: an adapter, for example, would replace its base model."""
-    ckpt = config.ckpt
+    remedy = "Name another --ckpt.output_dir, resume the run that wrote the model (--ckpt.load_enable), or "
+    remedy += "overwrite the model (--ckpt.overwrite)."
     for flag, folder in config.exports.items():
-        for key, path in _models(config):
-            if os.path.exists(path) and os.path.exists(folder) and os.path.samefile(path, folder):
-                text = f"this run reads the model in this folder (--{key}).\nName another --ckpt.output_dir."
-                raise UsageError(ErrorCode.CONFLICT, text, flag=flag, value=folder)
-        if not (resumes or ckpt.overwrite) and holds_model(folder):
-            text = (
-                "this folder holds a model, which this run would overwrite.\nName another "
-                "--ckpt.output_dir, resume the run that wrote the model (--ckpt.load_enable), or overwrite "
-                "the model (--ckpt.overwrite)."
-            )
-            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag=flag, value=folder)
+        check_export(config, folder, flag, resumes=resumes, remedy=remedy)
+
+
+def check_export(config: Config, folder: str, flag: str, *, resumes: bool, remedy: str) -> None:
+    """Raises UsageError, like `check_output`, if a model may not be written to the folder of `flag`."""
+    for key, path in _models(config):
+        if os.path.exists(path) and os.path.exists(folder) and os.path.samefile(path, folder):
+            text = f"this run reads the model in this folder (--{key}).\nName another one."
+            raise UsageError(ErrorCode.CONFLICT, text, flag=flag, value=folder)
+    if not (resumes or config.ckpt.overwrite) and holds_model(folder):
+        text = f"this folder holds a model, which this run would overwrite.\n{remedy}"
+        raise UsageError(ErrorCode.NOT_WRITABLE, text, flag=flag, value=folder)
 
 
 def _models(config: Config) -> list[tuple[str, str]]:

@@ -162,6 +162,8 @@ def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Probl
     values = flag_values(config)
     for key, probs in keys:
         items = split_spec(values[key] or "")
+        if values[key] and not items:
+            yield Problem(key, "names no dataset; give a file, a folder or a name", ErrorCode.INVALID_VALUE)
         for item in items:
             if looks_local(item) and not os.path.exists(path := _dataset_path(item)):
                 yield Problem(key, missing(path, values[key]), ErrorCode.NOT_FOUND)

@@ -131,6 +131,8 @@ def load_rows(
         indices = [whole_part(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
         parts += loaded
         items.append(np.concatenate(indices)[:max_samples])
+    if not items:
+        raise UsageError(ErrorCode.INVALID_VALUE, "expects the name of a dataset", flag=flag, value=spec)
     for part in parts:
         check_part(part, len(part.rows), flag, required_columns)
     _note_unread(parts, flag, required_columns)

@@ -35,7 +35,7 @@ from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.folder import CheckpointFolder
-from openrlhf.checkpoint.start import check_output, check_places, find_grace
+from openrlhf.checkpoint.start import check_export, check_places, find_grace
 from openrlhf.config.checks import folder_problem
 from openrlhf.config.fields import flag_values, with_values
 from openrlhf.config.ppo_checks import SAME_ANSWER, log_prob_needs, sampler_readers
@@ -166,8 +166,8 @@ class Run:
         """True if a checkpoint was loaded."""
         self._may_continue = False
         """True if the loop has asked for a checkpoint."""
-        self._measured: deque[Metrics] = deque()
-        """Metrics since the last `log`."""
+        self._measured: deque[tuple[int, Metrics]] = deque()
+        """Metrics since the last `log`, with their weights: the numbers of samples of batches."""
         self._began = time.monotonic()
         """When the first step began: `log` creates the observer only at its end."""
         atexit.register(self._close_late)
@@ -428,11 +428,11 @@ class Run:
     def export(self, folder: str | os.PathLike) -> Result[None]:
         """Writes the policy in the format of Hugging Face; of a policy with adapters, the adapters. Raises
         UsageError for a folder with a model of another run, unless `ckpt.overwrite` is set."""
-        place = os.fspath(folder)
+        place = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
         if problem := folder_problem(place):
-            raise UsageError(ErrorCode.NOT_WRITABLE, problem, flag="folder", value=place)
-        resumes = self._continues or place in self._owned
-        check_output(with_values(self.config, {"ckpt.output_dir": place}), resumes=resumes)
+            raise UsageError(ErrorCode.NOT_WRITABLE, problem, flag="folder", value=folder)
+        resumes, remedy = self._continues or place in self._owned, "Name another one, or set ckpt.overwrite."
+        check_export(self.config, place, "folder", resumes=resumes, remedy=remedy)
         self._owned.add(place)
         return self._lanes.on("models", lambda: self._roles.policy.export(place).result())
 
@@ -446,8 +446,7 @@ class Run:
         self.step += 1
         trained, self._trained_version = self._trained_version, None  # a sync may be under way
         step = Step(number=self.step, version=self.version if trained is None else trained, samples=samples)
-        while self._measured:
-            step.metrics |= self._measured.popleft()
+        step.metrics |= _joined([self._measured.popleft() for _ in range(len(self._measured))])
         if samples:
             announce([RolloutMetrics()], Hook.scoring, step)
             if self._lacks_rewards(samples):  # else warnings would blame a reward function
@@ -487,12 +486,12 @@ class Run:
         return scored(groups_of(groups), reward, self._decode)
 
     def _sync(self, number: int) -> int:
-        self._measured.append(self._rollout.sync(self._roles.policy, self.version + 1).result())
+        self._measured.append((1, self._rollout.sync(self._roles.policy, self.version + 1).result()))
         step = Step(number=number, version=self.version)
         self.version += 1
         self._synced_at, self._is_synced = self.step, True
         announce(self._hooks, Hook.synced, step)
-        self._measured.append(step.metrics)
+        self._measured.append((1, step.metrics))
         return self.version
 
     def _lacks_rewards(self, samples: Sequence[Trajectory]) -> bool:
@@ -530,7 +529,7 @@ class Run:
         step.batch, metrics = self._assign(step.batch, step.finished, advantages)
         step.metrics |= metrics
         announce(self._hooks, Hook.advantages, step)
-        self._measured.append(step.metrics)
+        self._measured.append((num_samples(step.finished), step.metrics))
         batch = step.batch
         if config.rollout.mask_truncated:
             batch = batch.select(trained_on(step, with_truncated=False))
@@ -683,6 +682,18 @@ class Run:
 
 def _all(groups: Sequence[PromptGroup]) -> list[Trajectory]:
     return [t for group in groups_of(groups) for t in group.trajectories]
+
+
+def _joined(measured: Sequence[tuple[int, Metrics]]) -> Metrics:
+    """Returns the metrics of a step from its batches and syncs: means over samples, sums of counts."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for weight, metrics in measured:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append((weight, value))
+    joined = {name: sum(w * v for w, v in pairs) / sum(w for w, _ in pairs) for name, pairs in found.items()}
+    for end, join in {"_min": min, "_max": max, "without_peers": sum}.items():
+        joined |= {name: join(v for _, v in pairs) for name, pairs in found.items() if name.endswith(end)}
+    return joined
 
 
 def _some(groups: Sequence[PromptGroup]) -> list[Trajectory]:

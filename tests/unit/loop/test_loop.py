@@ -449,7 +449,9 @@ def test_no_model_of_another_run_is_overwritten(start, tmp_path, model):
     run.export(tmp_path / "made").result(60)
     run.export(tmp_path / "made").result(60)
     run.close()
-    with pytest.raises(rl.UsageError, match="holds a model"):
+    with pytest.raises(
+        rl.UsageError, match=r"^folder .*: this folder holds a model(.|\n)*set ckpt.overwrite"
+    ):
         start().export(tmp_path / "made")
 
 
@@ -615,7 +617,7 @@ def test_given_answers_are_those_that_supervised_training_learns(start, model, t
     assert np.isnan(batch.rollout_log_probs).all(), "no engine sampled these tokens"
     mixed = run.batch([*groups, *run.sample(QUESTIONS[:1]).result(60)])
     mixed.result(60)
-    assert run._measured[-1]["mismatch/abs_diff_max"] < 1e-4, "of the tokens that it sampled"
+    assert run._measured[-1][1]["mismatch/abs_diff_max"] < 1e-4, "of the tokens that it sampled"
     run.config = with_values(run.config, {"algo.advantage.is_correction_enable": True})
     with refused(ErrorCode.CONFLICT, flag="--algo.advantage.is_correction_enable"):
         run.update(batch).result(60)
@@ -707,6 +709,18 @@ def test_the_kl_coefficient_adapts_by_episodes(start):
     assert run.kl.coef == pytest.approx(expected.coef, rel=1e-6)
     run.update(batch.result(60).select(range(4))).result(60)
     assert run.kl.coef == pytest.approx(expected.update(0.0, 4).coef, rel=1e-6)
+
+
+def test_metrics_of_a_step_are_those_of_all_its_batches(start):
+    run = start()
+    scored = lambda reward, n: run.reward(
+        run.sample(QUESTIONS[:n], n=2), lambda queries, *_: [reward] * len(queries)
+    )
+    batches = [run.batch(scored(1.0, 2)), run.batch(scored(4.0, 1))]
+    run.log({}, scored(1.0, 3))
+    (row,) = map(json.loads, (Path(run.config.run_dir) / "metrics.jsonl").read_text().splitlines())
+    sizes = [len(batch.result(60)) for batch in batches]
+    assert sizes == [4, 2] and row["reward/mean"] == 2
 
 
 def test_what_a_loop_passes_counts_in_place_of_turns_and_tasks(start):

@@ -521,6 +521,7 @@ def test_no_folder_is_called_like_the_home_of_a_shell(start, tmp_path, monkeypat
         "${HOME}/out": r"only a shell expands \$\{HOME\};",
         "runs/$USER": r"only a shell expands \$USER;",
         tmp_path / "file": "is a file; name a folder",
+        None: "folder None: is empty; name a folder",
     }.items():
         with pytest.raises(rl.UsageError, match=told):
             run.export(folder)
