@@ -69,7 +69,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
 
 LOOP_IGNORED = (
     "data.prompt_dataset data.prompt_probs data.curriculum data.pretrain_dataset eval.dataset eval.steps "
-    "eval.eval_at_start eval.eval_only rollout.batch_size train.max_steps train.num_episodes "
+    "eval.eval_at_start rollout.batch_size train.max_steps train.num_episodes "
     "train.async_enable train.async_queue_size train.partial_rollout_enable algo.dynamic_filtering_enable "
     "ckpt.load_enable "
     "ckpt.fork_from ckpt.best_metric_key placement actor.ptx_coef train.shuffle critic.freezing_steps "
@@ -81,13 +81,20 @@ LOOP_IGNORED = (
 def loop_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     """Lists the problems of a user's own loop, which may bring prompts, those to evaluate on too, and rewards
     itself."""
-    own = "data.prompt_dataset", "reward.remote_url"
-    found = [*ppo_problems(config, explicit), *checks.remark_ignored(config, explicit, [LOOP_IGNORED])]
+    evaluates, unread = "eval.eval_only", {*LOOP_IGNORED[0].split()}
+    is_own = lambda p: p.key == "reward.remote_url" and p.code is ErrorCode.MISSING_FLAG
+    left_out = lambda p: (
+        p.key in {evaluates, *unread} or p.text.endswith("without --eval.dataset") or is_own(p)
+    )
+    found = [problem for problem in ppo_problems(config, explicit) if not left_out(problem)]
+    found += checks.remark_ignored(config, explicit, [LOOP_IGNORED])
     found += [
         remark(f"tasks.{t}.quota", f"has no effect {LOOP_IGNORED[1]}") for t in config.task_values("quota")
     ]
-    is_own = lambda p: p.key in own and p.code is ErrorCode.MISSING_FLAG
-    return [p for p in found if not (is_own(p) or p.text.endswith("without --eval.dataset"))]
+    if config.eval.eval_only:
+        text = "builds a policy that cannot learn; leave it out: run.evaluate evaluates"
+        found.append(Problem(evaluates, text))
+    return found
 
 
 def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:

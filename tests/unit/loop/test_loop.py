@@ -406,8 +406,14 @@ def test_another_name_of_a_model(start):
 
 
 def test_flags_of_a_loop_without_effect_are_told(start, capsys):
-    start(**{"train.max_steps": 3})
-    assert "--train.max_steps 3: has no effect because the loop is a program" in capsys.readouterr().err
+    start(**{"train.max_steps": 3, "train.partial_rollout_enable": True, "eval.dataset": "/gone.jsonl"})
+    told = capsys.readouterr().err
+    for flag in ("--train.max_steps 3", "--train.partial_rollout_enable", "--eval.dataset /gone.jsonl"):
+        assert (
+            f"{flag}: has no effect because the loop is a program" in told
+        )  # and no other flag is asked for
+    with refused(ErrorCode.CONFLICT, told="run.evaluate evaluates"):
+        start(**{"eval.eval_only": True})
 
 
 def test_a_batch_of_another_policy_has_no_ratio(start):
