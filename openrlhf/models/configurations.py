@@ -25,7 +25,7 @@ from openrlhf.config.fields import flag_values, format_flag
 from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.hub import model_folder
-from openrlhf.models.weight_files import eight_bit
+from openrlhf.models.weight_files import quantized_type
 
 DTYPES: Mapping[str | None, Any] = {
     "bf16": torch.bfloat16,
@@ -66,9 +66,7 @@ def _check_counts(settings: Mapping[str, Any]) -> None:
 def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
     """Like `load_config`. Raises UsageError for quantized files, whose weights cannot be trained or saved."""
     config = load_config(path, flag)
-    parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config())]
-    names = [part.get("quant_method", part) for part in parts if part]
-    if name := names[0] if names else eight_bit(path):
+    if name := _method(config) or quantized_type(path):
         text = (
             f"its weights are quantized ({name}), and only ordinary ones can be trained and saved.\n"
             "Name the model from which it was made, or dequantize it first (docs/models.md). To save memory, "
@@ -76,6 +74,22 @@ def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
         )
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
     return config
+
+
+def load_readable(path: str, flag: str) -> PreTrainedConfig:
+    """Like `load_config`. Raises UsageError for quantized files if config.json does not say how they are
+    quantized: transformers would take the numbers in them for the weights."""
+    config = load_config(path, flag)
+    if not _method(config) and (name := quantized_type(path)):
+        text = f"its weights are quantized ({name}), and its config.json has no quantization_config.\n"
+        raise UsageError(ErrorCode.UNSUPPORTED, f"{text}Copy config.json again.", flag=flag, value=path)
+    return config
+
+
+def _method(config: PreTrainedConfig) -> Any:
+    """Returns the method by which config.json says that a model is quantized; "" without one."""
+    parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config())]
+    return next((part.get("quant_method", part) for part in parts if part), "")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from openrlhf.models.configurations import (
     apply_kwargs,
     built,
     check_class,
-    load_config,
+    load_readable,
     load_unquantized,
     loading,
 )
@@ -84,7 +84,7 @@ def load_generator(
 ) -> PreTrainedModel:
     """Loads a model for transformers' `generate`, with one of transformers' attention implementations.
     `attention` auto: transformers' default."""
-    config = load_config(path, flag)
+    config = load_readable(path, flag)
     check_class(AutoModelForCausalLM, config, path, flag)
     name = None if attention == "auto" or lacks_its_kernel(attention) else attention
     model, info = _from_files(AutoModelForCausalLM, config, path, dtype, in_4bit, attn_implementation=name)

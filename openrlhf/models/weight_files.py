@@ -33,7 +33,8 @@ def _damages(place: Path) -> Iterator[str]:
                 torch.load(file, map_location="meta", weights_only=True)
             else:
                 length, tensors = _header(file)
-                expected = 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
+                ends = [int(about["data_offsets"][1]) for about in tensors.values()]
+                expected = 8 + length + max(ends, default=0)
                 if (size := file.stat().st_size) != expected:
                     yield f"{file.name} has {size:,} bytes instead of {expected:,}"
         except OSError as error:
@@ -51,20 +52,25 @@ def _damages(place: Path) -> Iterator[str]:
         yield from (f"{index.name} lists {name}, which is missing" for name in missing)
 
 
-def _header(file: Path) -> tuple[int, list[Mapping[str, Any]]]:
+def _header(file: Path) -> tuple[int, dict[str, Mapping[str, Any]]]:
     """Returns the length of the header, and what it says about each tensor."""
     with file.open("rb") as opened:
         if (length := int.from_bytes(opened.read(8), "little")) > LARGEST_HEADER:
             raise ValueError("the header is too long")
         header = json.loads(opened.read(length))
-    return length, [about for name, about in header.items() if name != "__metadata__"]
+    header.pop("__metadata__", None)
+    return length, header
 
 
-def eight_bit(folder: str | Path) -> str:
-    """Returns the type of a tensor of 8 bits in a local model's safetensors files; "" without one."""
+def quantized_type(folder: str | Path) -> str:
+    """Returns the type of quantized weights in a local model's safetensors files; "" without one. Masks that
+    old models store beside their weights have whole numbers, too."""
     for file in Path(folder).glob("[!.]*.safetensors"):
         with suppress(*UNREADABLE):
-            for about in _header(file)[1]:
-                if about["dtype"].startswith("F8_"):
+            for name, about in _header(file)[1].items():
+                if about["dtype"].startswith("F8_") or (about["dtype"] in WHOLE and "weight" in name):
                     return about["dtype"]
     return ""
+
+
+WHOLE = ("I8", "U8", "I32")

@@ -6,6 +6,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -199,14 +200,22 @@ def test_a_quantized_model_is_refused_wherever_its_weights_would_be_used(tmp_pat
         assert "dequantize" in told.value.text and "--ds.load_in_4bit" in told.value.text
 
 
-def test_weights_of_8_bits_are_refused_without_a_word_in_the_configuration(tmp_path: Path) -> None:
-    model = changed(tmp_path, "config.json")
-    save_file({"a": torch.zeros(4).to(torch.float8_e4m3fn)}, Path(model, "model.safetensors"))
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32], ids=str)
+def test_quantized_weights_are_refused_without_a_word_in_the_configuration(
+    tmp_path: Path, dtype: Any
+) -> None:
+    model, options = changed(tmp_path, "config.json"), {"dtype": "fp32", "attention": "auto"}
+    file = Path(model, "model.safetensors")
+    weights = load_file(file) | {"attn.bias": torch.ones(4, dtype=torch.uint8)}  # a mask, as of GPT-2
+    save_file(weights, file, {"format": "pt"})
+    check_model(model, FLAG)
+    save_file(weights | {"q.weight": torch.zeros(4).to(dtype)}, file, {"format": "pt"})
     for use in (
         check_model,
-        lambda path, flag: load_causal_lm(path, flag=flag, dtype="fp32", attention="auto"),
+        lambda path, flag: load_causal_lm(path, flag=flag, **options),
+        lambda path, flag: load_generator(path, flag=flag, max_len=8, **options),
     ):
-        with refused(ErrorCode.UNSUPPORTED, value=model, told="F8_E4M3"):
+        with refused(ErrorCode.UNSUPPORTED, value=model, told="its weights are quantized ("):
             use(model, FLAG)
 
 
