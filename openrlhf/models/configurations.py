@@ -43,8 +43,13 @@ LARGEST = {r"layers?$|depth$|blocks$": 2000, r"labels$|experts$|heads$": 100_000
 def load_config(path: str, flag: str):
     """Returns the model's configuration. Raises UsageError if there is none. Loads no weights."""
     if os.path.exists(os.path.join(path, "adapter_config.json")):
+        reason = ", not a whole model. Merge the adapter into its base first:"
+        if any(Path(path).glob("model*.safetensors")):
+            reason = (
+                ", and weights of a model, too. Move one of them away, or merge the adapter into its base:"
+            )
         text = (
-            "the folder holds a LoRA adapter, not a whole model. Merge the adapter into its base first:\n"
+            f"the folder holds a LoRA adapter{reason}\n"
             f"openrlhf lora_combiner --model_path BASE --lora_path {path} --output_path MERGED"
         )
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from openrlhf.errors import ErrorCode, UsageError, first_line
+from openrlhf.errors import ErrorCode, UsageError, first_line, notify_once
 
 LARGEST_HEADER = 100_000_000
 """Maximum size of a header in bytes, as the format defines it."""
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError)
 """Errors of a file of something else."""
 
@@ -23,10 +24,13 @@ def check_weight_files(folder: str | Path, flag: str) -> None:
         raise UsageError(
             ErrorCode.INVALID_MODEL, f"{reason}.\nDownload or copy it again.", flag=flag, value=folder
         )
+    if Path(folder, WHOLE).exists() and (shard := next(Path(folder).glob("model-*.safetensors"), None)):
+        text = f"{WHOLE} is read, and vLLM reads {shard.name}; remove what is of another model"
+        notify_once(f"note: {flag} {folder}: {text}")
 
 
 def _damages(place: Path) -> Iterator[str]:
-    files, index = sorted(place.glob("[!.]*.safetensors")), place / "model.safetensors.index.json"
+    files, index = sorted(place.glob("[!.]*.safetensors")), place / INDEX
     for file in files or sorted(place.glob("pytorch_model*.bin")):
         try:
             if file.suffix == ".bin":
@@ -49,7 +53,8 @@ def _damages(place: Path) -> Iterator[str]:
     except UNREADABLE:
         yield f"{index.name} cannot be read, or lists no weights"
     else:
-        yield from (f"{index.name} lists {name}, which is missing" for name in missing)
+        where = f", beside a {WHOLE}: remove the index if it is of another model" * (place / WHOLE).exists()
+        yield from (f"{INDEX} lists {name}, which is missing{where}" for name in missing)
 
 
 def _header(file: Path) -> tuple[int, dict[str, Mapping[str, Any]]]:
@@ -68,9 +73,9 @@ def quantized_type(folder: str | Path) -> str:
     for file in Path(folder).glob("[!.]*.safetensors"):
         with suppress(*UNREADABLE):
             for name, about in _header(file)[1].items():
-                if about["dtype"].startswith("F8_") or (about["dtype"] in WHOLE and "weight" in name):
+                if about["dtype"].startswith("F8_") or (about["dtype"] in INTEGERS and "weight" in name):
                     return about["dtype"]
     return ""
 
 
-WHOLE = ("I8", "U8", "I32")
+INTEGERS = ("I8", "U8", "I32")

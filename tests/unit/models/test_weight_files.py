@@ -63,13 +63,25 @@ def test_a_file_of_something_else_has_no_header(tmp_path: Path, content: bytes) 
     assert told.value.text.startswith("model-00001-of-00002.safetensors has ")
 
 
-def test_a_shard_of_the_index_is_missing(tmp_path: Path) -> None:
-    weights(tmp_path)
+def test_a_shard_of_the_index_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = weights(tmp_path)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=tmp_path) as told:
         check_weight_files(tmp_path, FLAG)
-    assert "lists model-2.safetensors, which is missing" in told.value.text
+    assert "lists model-2.safetensors, which is missing, beside a model.safetensors" in told.value.text
+    (tmp_path / "model-2.safetensors").write_bytes(file.read_bytes())
+    assert not capsys.readouterr().err
+    check_weight_files(tmp_path, FLAG)
+    assert "model.safetensors is read, and vLLM reads model-2.safetensors" in capsys.readouterr().err
+
+
+def test_a_model_beside_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    for told in ("not a whole model. Merge the adapter", "weights of a model, too. Move one of them away"):
+        with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=str(tmp_path), told=told):
+            load_config(str(tmp_path), FLAG)
+        weights(tmp_path)
 
 
 def test_a_token_without_an_embedding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
