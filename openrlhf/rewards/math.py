@@ -119,9 +119,9 @@ _BEFORE = (
     r"(?<!\w)(?<!\d[-:.])(?<!\bnot )(?<!\bnot \()(?<!n't )(?<!n\u2019t )(?<!\bor )(?<!\bnor )"
     r"(?<!\b[a-z] and )"
 )
-"""What a label at the end of a response must not follow: not B, A or B."""
+"""Words before a label at the end of a response, by which it is not the answer: not B, A or B."""
 _SYMBOLS, _SAID = re.compile(r"[^\W\d_]|[,(\[]"), re.compile(r"(?:^|[^\W\d_]{2}|[:=])[\s$]*$")
-"""What distinguishes formulas from numbers, and what may stand before one: no other part of a formula."""
+"""Signs of a formula, and the text before a whole one, which is no other part of it."""
 _QUOTIENT = re.compile(r"\d\s*(?:/|\u00f7|\\div)\s*\d|frac\{[-\d]+\}\{[-\d]+\}")
 """A quotient of numbers, which is no answer where the label is a whole number."""
 _SUM = re.compile(r"\d\s*(?:[-+*\u00d7\u00b7]|\\times|\\cdot)\s*(?!10\s*(?:\^|\*\*))\d")
