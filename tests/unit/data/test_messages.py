@@ -197,6 +197,14 @@ def test_a_reward_model_with_another_template_lists_the_tools():
     assert own.decode(sample.token_ids) == f"{PROMPTS[0]}Yes.<|end|>"
 
 
+def test_a_refusal_is_the_text_of_an_answer():
+    for said in (None, [{"type": "refusal", "refusal": "no"}]):
+        answer = {"role": "assistant", "content": said} | ({} if said else {"refusal": "no"})
+        talk = as_messages([{"role": "user", "content": "q"}, answer])
+        text = render_messages(talk, tiny_tokenizer(), add_generation_prompt=False)
+        assert text == "<|user|>q<|end|><|assistant|>no<|end|>"
+
+
 def test_json_text_keeps_its_nulls():
     arguments = '{"limit": null, "city": "R\\u00f3ma"}'
     (sample,) = build_sft_samples(
