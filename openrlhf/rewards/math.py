@@ -157,11 +157,11 @@ def grade_answer(prediction: str | None, truth: str | float) -> bool:
     is_word = _WORDS.fullmatch(given) and _WORDS.fullmatch(right) and not (given + right).isupper()
     if given == right or is_word or _DATE.fullmatch(right):
         return given.casefold() == right.casefold()
-    found = [_COUNTED.fullmatch(answer) for answer in (prediction, truth)]
-    if all(found):
-        if not _count_same(*found):
+    numbers = [number for text in (prediction, truth) if (number := _COUNTED.fullmatch(text))]
+    if len(numbers) == 2:
+        if not _count_same(*numbers):
             return False
-        prediction, truth = (number[2] for number in found)
+        prediction, truth = (number[2] for number in numbers)
     return _equal(f"\\boxed{{{truth}}}", f"\\boxed{{{prediction}}}")
 
 
