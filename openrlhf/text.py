@@ -225,8 +225,9 @@ def placeholder(processor: Any) -> str:
 
 
 def behind_thoughts(text: str) -> str:
-    """Returns the part of an answer that is not thoughts: all behind the last </think>."""
-    return text.rpartition("</think>")[2]
+    """Returns the part of an answer that is not thoughts: all behind the last </think>, up to a <think> that
+    nothing closes."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 _REPLACEMENT = "\ufffd"

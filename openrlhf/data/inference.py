@@ -5,7 +5,8 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.files import Row
 from openrlhf.data.messages import join_text
 from openrlhf.data.prompts import encode_prompts
-from openrlhf.data.scored import score_last, scored_answer, with_end
+from openrlhf.data.scored import score_answer, scored_answer
 from openrlhf.data.sources import Rows
 from openrlhf.data.templates import PromptTemplate, as_messages, check_media, read_tools
 from openrlhf.errors import ErrorCode, UsageError
@@ -126,16 +127,18 @@ def build_answers(
 ) -> list[Answer]:
     """Builds every row as a reward model reads it: prompt and answer in their template, with an
     end-of-sequence token where the answer does not end with one. A text of more than max_len tokens is
-    truncated before that token, as in the training of reward models. `missing`: see `build_questions`."""
+    truncated before that token, as in the training of reward models. An answer whose `finish_reason` is
+    length has no end, as in RL. `missing`: see `build_questions`."""
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     keys = {"prompt_key": input_key, "answer_keys": (output_key,), "tools_key": tools_key}
-    columns = AnswerColumns(template=template, scored=scored_answer, **keys)
+    columns = AnswerColumns(template=template, **keys)
 
     def read(row: Row) -> tuple[Input, Input, dict[str, Any], Text]:
         value, output = read_value(row, input_key, str, list), read_value(row, output_key, str, list)
         ended = {key: row[key] for key in ("finish_reason",) if key in row}
         if apply_chat_template:
-            return value, output, _tools_column(row, tools_key) | ended, columns(row)[0]
+            read_row = replace(columns, scored=partial(scored_answer, is_open=_is_cut(row)))
+            return value, output, _tools_column(row, tools_key) | ended, read_row(row)[0]
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
         return value, output, ended, plain_answer(template(value), output)
@@ -149,10 +152,15 @@ def build_answers(
         except BadRow as reason:
             refuse(rows, i, reason, bad_rows, skipped)
         else:
-            sample = score_last(with_end(token_ids, tokenizer), max_len)
+            sample = score_answer(token_ids, tokenizer, max_len, truncated=_is_cut(kept))
             answers.append(Answer(prompt_id=i, input=value, output=output, sample=sample, kept=kept))
     _check_left(len(answers), skipped.total(), rows)
     return answers
+
+
+def _is_cut(row: Row) -> bool:
+    """Returns True if an answer of batch inference was cut off by its token limit."""
+    return row.get("finish_reason") == "length"
 
 
 def _tools_column(row: Row, key: str | None) -> dict[str, Any]:

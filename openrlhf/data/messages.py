@@ -53,7 +53,15 @@ def with_role(message: Any) -> Any:
 
 def as_openai(message: Message) -> Message:
     """Returns the message with its calls, and the results of calls, in OpenAI's present form: earlier and
-    flat forms are `function_call` and the role function, and {"name": ..., "arguments": ...}."""
+    flat forms are `function_call` and the role function, and {"name": ..., "arguments": ...}. A refusal is
+    the text of an answer."""
+    content = message.get("content")
+    if isinstance(content, list):
+        refused = lambda part: isinstance(part, dict) and part.get("type") == "refusal"
+        content = [{"type": "text", "text": p.get("refusal")} if refused(p) else p for p in content]
+    elif content is None and message.get("refusal"):
+        content = message["refusal"]
+    message = message | {"content": content}
     role = "tool" if message["role"] == "function" else message["role"]
     several = decoded(message.get("tool_calls")) or ()
     calls = [*(several if isinstance(several, list | tuple) else [several]), message.get("function_call")]

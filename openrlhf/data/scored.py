@@ -53,6 +53,16 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
+def score_answer(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, max_len: int | None, *, truncated: bool
+) -> Sample:
+    """Builds the sample of prompt and answer that a reward model scores, of at most max_len tokens. A
+    finished answer ends with an end-of-sequence token, as in the model's training. A `truncated` one does
+    not: its last token is scored."""
+    ids = token_ids[:max_len] if truncated else with_end(token_ids, tokenizer)
+    return score_last(ids, max_len or len(ids))
+
+
 def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
     """Truncates to max_len tokens but keeps the last token, at which a reward model is read."""
     return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]

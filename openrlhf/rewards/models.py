@@ -1,23 +1,37 @@
 """Rewards from reward models: their input, and the addition of their scores to trajectories."""
 
+import logging
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.agents.chat_stream import ChatStream, TemplateProblem
 from openrlhf.config.ppo import REWARD_FLAG
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.messages import join_text
-from openrlhf.data.scored import score_last, scored_answer, with_end
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.data.scored import score_answer, scored_answer
+from openrlhf.data.templates import ending
+from openrlhf.errors import ErrorCode, UsageError, warn_once
 from openrlhf.models.tokenizers import reads_tokens_like
 from openrlhf.rows import Sample
-from openrlhf.text import decode
+from openrlhf.text import decode, prompt_token_ids
 from openrlhf.types import Outcome, Prompt, Trajectory, not_none
+
+logger = logging.getLogger(__name__)
+
+FEEDBACK = "\u241ffeedback\u241f"
+UNREAD = (
+    "an agent's feedback is no message of the user or a tool in the policy's chat template, so a reward "
+    "model with a template of its own reads it with the policy's markup, as a part of the answer: %r"
+)
 
 
 class RewardReader:
@@ -50,36 +64,88 @@ class RewardReader:
         self.has_template = has_own_template(own, policy)
 
     def __call__(self, trajectory: Trajectory) -> Sample:
-        token_ids = self._token_ids(trajectory)
-        if trajectory.truncated:
-            token_ids = token_ids[: self.max_len]
-            sample = score_last(token_ids, len(token_ids))
-        else:
-            sample = score_last(with_end(token_ids, self.own), self.max_len or len(token_ids) + 1)
+        is_cut = trajectory.truncated
+        sample = score_answer(self._token_ids(trajectory), self.own, self.max_len, truncated=is_cut)
         return replace(sample, images=trajectory.images)
 
     def _token_ids(self, t: Trajectory) -> list[int]:
         is_conversation = self.has_template and t.prompt.messages is not None
         if self.reads_tokens and not is_conversation:
             return t.token_ids.tolist()
-        start = t.prompt_length
-        response_ids = t.token_ids[start:].tolist()
-        if response_ids[-1] in self.stop_token_ids:
-            response_ids = response_ids[:-1]
-        response = decode(self.policy, response_ids, after=t.token_ids[:start].tolist())
-        text = self._conversation(t, response) if is_conversation else _text(t.prompt.text, response)
+        if is_conversation:
+            text = self._conversation(t)
+        else:
+            response = self._decoded(t, t.prompt_length, self._end(t, len(t.token_ids)))
+            text = _text(self._prompt(t), response)
         ((token_ids, _),) = self.encode([text])
         return token_ids
 
-    def _conversation(self, t: Trajectory, response: str) -> Text:
-        """Renders the conversation and the response with the reward model's template. Whitespace around the
-        response is removed, because it belongs to the policy's template."""
-        messages, first = _answered(not_none(t.prompt.messages), response)
+    def _prompt(self, t: Trajectory) -> str:
+        """Returns what the policy read first: the row's prompt, unless an agent wrote another one."""
+        read, is_chat = t.token_ids[: t.prompt_length].tolist(), t.prompt.messages is not None
+        is_own = t.images or read == prompt_token_ids(self.policy, t.prompt.text, is_chat=is_chat)
+        return t.prompt.text if is_own else decode(self.policy, read)
+
+    def _end(self, t: Trajectory, end: int) -> int:
+        """Returns the end of an answer without its stop token."""
+        return end - int(t.token_ids[end - 1] in self.stop_token_ids)
+
+    def _decoded(self, t: Trajectory, start: int, end: int) -> str:
+        return decode(self.policy, t.token_ids[start:end].tolist(), after=t.token_ids[:start].tolist())
+
+    def _conversation(self, t: Trajectory) -> Text:
+        """Renders the conversation and the answers with the reward model's template. Whitespace around an
+        answer is removed, because it belongs to the policy's template. Feedback that is a message in the
+        policy's template is one in the reward model's; other feedback is a part of the answer."""
+        edges = [*(np.flatnonzero(np.diff(t.action_mask)) + 1).tolist(), len(t.token_ids)]
+        edges += edges[-1:] * (len(edges) % 2)  # an empty answer behind feedback
+        answers, told = [self._decoded(t, edges[0], self._end(t, edges[1]))], []
+        for before, start, end in zip(edges[1:-1:2], edges[2::2], edges[3::2], strict=True):
+            feedback = self._decoded(t, self._end(t, before), start)
+            answer = self._decoded(t, start, self._end(t, end))
+            if message := self._message(feedback):
+                told.append(message)
+                answers.append(answer)
+            else:
+                answers[-1] += feedback + answer
+        messages, first = _answered(not_none(t.prompt.messages), answers[0])
+        for message, answer in zip(told, answers[1:], strict=True):
+            messages += [message, {"role": "assistant", "content": answer.strip()}]
         try:
             return scored_answer(messages, first, self.own, t.prompt.tools, is_open=t.truncated)
         except BadRow as reason:
             place = {"flag": REWARD_FLAG, "value": self.own.name_or_path}
             raise UsageError(ErrorCode.CHAT_TEMPLATE, f"{reason}\n{messages[-1]}", **place) from reason
+
+    def _message(self, feedback: str) -> dict[str, str] | None:
+        """Returns the message that the policy's chat template would write as this text between two answers;
+        None if there is none."""
+        for role, pattern in self._feedback:
+            if found := pattern.fullmatch(feedback.strip()):
+                return {"role": role, "content": found[1].strip()}
+        if any(token in feedback for token in self.policy.all_special_tokens):
+            warn_once(logger, UNREAD, feedback[:200])
+        return None
+
+    @cached_property
+    def _feedback(self) -> list[tuple[str, re.Pattern[str]]]:
+        """Patterns of feedback in the policy's template, with the role that the reward model reads it of."""
+        found, own = [], ChatStream(self.own)
+        for role in ("tool", "user"):
+            asked, told = {"role": "user", "content": "?"}, {"role": role, "content": FEEDBACK}
+            talk = [asked, {"role": "assistant", "content": "!"}, told]
+            try:
+                text = ChatStream(self.policy).behind(talk, 1, None, ending(self.policy)[0])
+            except TemplateProblem:
+                continue  # a policy of this template reads no such messages
+            header, _, rest = (re.escape(part.strip()) for part in text.partition(FEEDBACK))
+            with suppress(TemplateProblem):  # it reads tools' messages as the user's
+                own.render([*talk, talk[1]], answering=False)
+                asked = told
+            end = re.escape(ending(self.policy)[0].strip())
+            if header:
+                found.append((asked["role"], re.compile(rf"(?:{end})?\s*{header}(.*){rest}", re.DOTALL)))
+        return found
 
 
 def _answered(messages: Sequence[Mapping[str, Any]], response: str) -> tuple[list[dict[str, Any]], int]:

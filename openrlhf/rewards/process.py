@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any
@@ -42,6 +42,8 @@ ONE_SAMPLE_HINT = (
     "several; --reward.batch 64 passes up to 64 that finish together."
 )
 """Remedy in the message about a call with one sample whose result is not finite."""
+OTHERS = {"completions": "TRL or ms-swift", "solution_str": "verl"}
+"""Arguments of reward functions of other libraries, which would get other values here."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 """A function of the samples' texts, which returns what `read_rewards` reads."""
 TAKES = ("queries", "prompts", "labels")
@@ -64,6 +66,12 @@ def load_reward_func(reference: str) -> RewardFunc:
         found = ", ".join(own for own, value in vars(module).items() if inspect.isfunction(value))
         kind = "file" if place.endswith(".py") else "module"
         raise UnusableFile(f"the {kind} has no {name} (its functions: {found or 'none'}).\n{form}")
+    arguments: Iterable[str] = ()
+    with suppress(ValueError):  # some compiled functions have no signature
+        arguments = inspect.signature(function).parameters
+    for library in (OTHERS[argument] for argument in arguments if argument in OTHERS):
+        text = f"{name} has arguments of {library}; here query.removeprefix(prompt) is the response"
+        raise UnusableFile(f"{text}.\n{form}")
     if problem := call_problem(function, name, *TAKES):
         raise UnusableFile(f"{problem}.\n{form}")
     return function

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -185,11 +185,26 @@ def read_prompts(config: PPOConfig, source: Any, tokenizer: PreTrainedTokenizerB
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     elif isinstance(source, Sequence | Iterator) and not isinstance(source, str):
-        source = [{data.input_key: row} if isinstance(row, str | list) else row for row in source]
+        source = [_as_row(row, data.input_key) for row in source]
     reader, flag = PromptReader(config, tokenizer), "prompts"
     return reader.prompts(
         reader.rows(source, flag, split=data.prompt_split, max_samples=data.max_samples), flag
     )
+
+
+def _as_row(row: Any, key: str) -> Any:
+    """Returns a row in memory, or its input alone, as a row of a file, with messages of any record."""
+    row = {key: row} if isinstance(row, str | list | tuple) else row
+    return {**row, key: _as_lists(row[key])} if isinstance(row, Mapping) and key in row else row
+
+
+def _as_lists(value: Any) -> Any:
+    """Converts mappings, tuples, arrays and messages of OpenAI's client to dicts and lists, at any depth."""
+    if hasattr(value, "model_dump") or hasattr(value, "tolist"):
+        value = value.model_dump() if hasattr(value, "model_dump") else value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _as_lists(inner) for key, inner in value.items()}
+    return [*map(_as_lists, value)] if isinstance(value, list | tuple) else value
 
 
 def data_notes(

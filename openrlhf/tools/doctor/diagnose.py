@@ -42,8 +42,10 @@ def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
     """Returns causes of problems, the surest first, slowness last. `model`: see `mismatch_findings`."""
     found = [*mismatch_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     causes = {finding.cause.partition(":")[0] for finding in found}
+    if "truncation" in causes:  # where most answers are cut, `flat-reward` is left out
+        causes.add("flat-reward")
     if "destroyed-model" in causes:
-        explained = {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}
+        explained = {"flat-reward", "truncation", "entropy-collapse", "loss-rises", "degraded-policy"}
         found = [finding for finding in found if finding.cause not in explained]
     found += warning_findings(run, causes)
     return sorted(found, key=lambda finding: (not finding.is_wrong, -finding.score))

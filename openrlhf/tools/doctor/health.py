@@ -68,7 +68,7 @@ class Health:
         messages += self.mismatch.check(metrics) if self.mismatch else []
         for rule in self.rules:
             value = metrics.get(rule.metric, math.nan)
-            if math.isnan(value):
+            if math.isnan(value) or metrics.get(rule.unless):
                 continue
             is_wrong = rule.holds(value) and not (rule.suits_success and succeeds(self.rows))
             self.streaks[rule] = self.streaks[rule] + 1 if is_wrong else 0

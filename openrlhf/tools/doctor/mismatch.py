@@ -186,10 +186,19 @@ def find_noise(run: RunRecord) -> float:
     return NOISE[str(run.flag("ds.param_dtype", "bf16"))]
 
 
+def stale_steps(run: RunRecord) -> set[float]:
+    """Returns the steps without a sample of the current weights, whose log-probs differ without a defect."""
+    return {
+        row["step"]
+        for row in run.numbers
+        if row.get("rollout/staleness_max") and "mismatch/fresh_abs_diff_mean" not in row
+    }
+
+
 def measure_mismatch(run: RunRecord) -> Mismatch | None:
-    """Computes the mismatch from rollouts of the first steps and of some later ones. Returns None if they
-    have no log-probs of the trainer."""
-    steps = sorted(run.journal)
+    """Computes the mismatch from rollouts of the first steps and of some later ones, see `stale_steps`.
+    Returns None if they have no log-probs of the trainer."""
+    steps = sorted(run.journal.keys() - stale_steps(run))
     chosen = sorted({*steps[:3], *evenly(steps, EXAMINED - 2)})
     rows = {step: fresh(read_sequences(run.journal[step])) for step in chosen}
     course = {

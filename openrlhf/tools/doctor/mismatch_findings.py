@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from openrlhf.tools.doctor.mismatch import find_noise, measure_mismatch
+from openrlhf.tools.doctor.mismatch import find_noise, measure_mismatch, stale_steps
 from openrlhf.tools.doctor.record import Finding, RunRecord, Series
 
 BUDGET = 90.0
@@ -57,7 +57,7 @@ def mismatch_findings(run: RunRecord, model: Path | None = None) -> Iterator[Fin
     mismatch, of_fresh = measure_mismatch(run), run.series("mismatch/fresh_abs_diff_mean")
     reported = of_fresh if len(of_fresh) else run.series("mismatch/abs_diff_mean")
     if mismatch is None:
-        if len(reported) and reported.last(5) > find_noise(run):
+        if not stale_steps(run) & {*reported.steps} and reported.last(5) > find_noise(run):
             yield _unexplained(reported, find_noise(run))
         return
     if not mismatch.above:

@@ -98,7 +98,7 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
     yield Finding(
         cause="truncation",
         title="truncation: answers run out of tokens",
-        score=0.98 if recent > CUT else 0.5 + recent / 2,
+        score=0.98 if recent > CUT else 0.5 + recent / (2 if rate.start > TRUNCATED else 4),
         evidence=tuple(evidence),
         remedy=remedy,
     )
@@ -107,7 +107,7 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
 def _loss(run: RunRecord) -> Iterator[Finding]:
     if run.names("rollout/"):
         return
-    for series in (run.series(name) for name in run.names("") if name.endswith("loss")):
+    for series in (run.series(name) for name in run.names("") if name.endswith("/loss")):
         if series.trend < 3 or series.end < 1.1 * series.start:
             continue
         held_out = series.name.startswith("eval")

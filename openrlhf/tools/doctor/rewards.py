@@ -3,6 +3,8 @@ falls."""
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from openrlhf.api import commonest_failure, headline, read_journal, read_table
 from openrlhf.tools.doctor.record import FEWEST, Finding, RunRecord, Series
 from openrlhf.tools.doctor.samples import Answers, read_answers
@@ -16,6 +18,8 @@ FAILED = find_limit("rollout/failed_ratio")
 """Fraction of failed samples above which there is a finding."""
 CLEAR = 3.0
 """Standard errors above which a change counts as a trend."""
+BLOCKS = 12
+"""Number of means to which a longer course is reduced."""
 LABELLED = 0.2
 """Fraction of the answers with the lowest reward that may contain the label. If more do, the reward function
 is suspect."""
@@ -26,6 +30,7 @@ def reward_findings(run: RunRecord) -> Iterator[Finding]:
     yield from _raised(run)
     yield from _failed(run)
     yield from _hacked(run)
+    yield from _degraded(run)
 
 
 def _flat(run: RunRecord) -> Iterator[Finding]:
@@ -52,9 +57,9 @@ def _flat(run: RunRecord) -> Iterator[Finding]:
     yield Finding(
         cause="flat-reward",
         title=f"flat reward: {'all samples have the same reward' if same else 'groups have equal rewards'}",
-        score=0.97 if same else min(0.9, flat),
+        score=0.97 if same else min(0.9, flat) if share.start > FLAT else 0.65,
         evidence=(*evidence, *_reward_evidence(last)),
-        remedy=_flat_remedy(last, mean),
+        remedy=_flat_remedy(last, mean, run.series("rollout/reward_max")),
     )
 
 
@@ -68,13 +73,14 @@ def _reward_evidence(last: Answers | None) -> Iterator[str]:
         yield f"{last.contains_label:.0%} of the answers with the lowest reward contain the label as text"
 
 
-def _flat_remedy(last: Answers | None, mean: Series) -> str:
+def _flat_remedy(last: Answers | None, mean: Series, highest: Series) -> str:
     if last is not None and last.contains_label > LABELLED:
         return (
             "test the reward function of --reward.remote_url with these answers, which contain the label but "
             'get the lowest reward. A number never equals a text (7 == "7" is False).'
         )
-    if mean.end > mean.start and mean.end > 0:
+    lowest = min(0.0, *mean.values, *(last.rewards if last else ()))
+    if len(highest) and mean.end > (lowest + float(highest.values.max())) / 2:
         return "use harder prompts, or --algo.dynamic_filtering_enable: nearly all prompts are solved"
     return (
         "check --data.label_key and the reward function with `openrlhf check`; if they are right, use easier "
@@ -142,12 +148,7 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
     if not falling and (scores or {kind for kind, _, _ in signs} <= {"duplicates"}):  # success has them too
         return
     evidence = [reward.describe()]
-    for score in falling:
-        best = int(score.values.argmax())
-        evidence.append(
-            f"{score.name} falls from {score.values[best]:.3g} (step {score.steps[best]}) to "
-            f"{score.values[-1]:.3g} (step {score.steps[-1]})"
-        )
+    evidence += map(_fall, falling)
     if not scores:
         evidence.append("the run has no evaluation that shows whether the answers became better")
     kinds = " and ".join(kind for kind, _, _ in signs[:2]) or "the answers give no hint at the reason"
@@ -166,12 +167,47 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
     )
 
 
-def _falls(score: Series) -> bool:
+def _degraded(run: RunRecord) -> Iterator[Finding]:
+    """Yields a finding if the scores of evaluations, or without any the reward, are clearly below their best,
+    and the reward does not rise."""
+    reward = run.series("rollout/reward_mean")
+    scores = [
+        score for n in run.names("eval/") if n.endswith("_score_mean") and len(score := run.series(n)) > 2
+    ]
+    falling = [series for series in scores or [reward] if _falls(series, 0.25)]
+    if len(reward) < FEWEST or not falling or reward.trend > CLEAR or succeeds(run.numbers):
+        return
+    names = ("rollout/reward_mean", "kl/mean", "policy/entropy", "policy/clip_fraction", "grad_norm")
+    courses = [series for name in names if len(series := run.series(name))]
+    yield Finding(
+        cause="degraded-policy",
+        title="the policy has become worse than it was",
+        score=0.78 if scores else 0.5,
+        evidence=(*map(_fall, falling), *(series.describe() for series in courses)),
+        remedy="lower --actor.adam.lr or raise --algo.kl.init_coef, and go on from the best checkpoint "
+        "(--ckpt.best_metric_key keeps it, --ckpt.fork_from continues it)"
+        + ("" if scores else "; without --eval.dataset it may be that later prompts are harder"),
+    )
+
+
+def _fall(score: Series) -> str:
+    best = int(score.values.argmax())
+    return (
+        f"{score.name} falls from {score.values[best]:.3g} (step {score.steps[best]}) to "
+        f"{score.values[-1]:.3g} (step {score.steps[-1]})"
+    )
+
+
+def _falls(score: Series, share: float = 0.1) -> bool:
+    """Returns True if the last values are below the best by this share of it, and by CLEAR times what values
+    differ by from one to the next."""
     if len(score) < 3:
         return False
-    best = float(score.values[:-1].max())
-    recent = score.last(max(1, len(score) // 4))
-    return best - recent > max(0.02, 0.1 * abs(best))
+    values = np.array([part.mean() for part in np.array_split(score.values, min(len(score), BLOCKS))])
+    steps = np.diff(values)
+    noise = float(np.median(abs(steps - np.median(steps))))
+    fall = float(values[:-1].max() - values[-max(1, len(values) // 4) :].mean())
+    return fall > max(0.02, share * abs(values[:-1].max()), CLEAR * noise)
 
 
 def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:

@@ -24,6 +24,8 @@ class Rule:
     """Cause of the diagnosis that explains it, if any."""
     suits_success: bool = False
     """True if the condition also holds for a policy that is sure of its answers because it succeeds."""
+    unless: str = ""
+    """Metric that explains the condition where it is not 0."""
     shown_with: Sequence[str] = ()
     """Metrics whose values belong to a message."""
 
@@ -51,6 +53,7 @@ RULES = (
         "easier ones in place of those that never are, or --algo.dynamic_filtering_enable.",
         cause="flat-reward",
         suits_success=True,
+        unless="teacher/kl_mean",
     ),
     Rule.of(
         "reward/clipped_fraction > 0.1 for 1 step",
@@ -63,6 +66,7 @@ RULES = (
         "all advantages are 0, so nothing is learnt from the rewards of this step. If rollout/reward_std is "
         "positive, --reward.clip_range, a penalty or the group baseline has removed the differences.",
         cause="flat-reward",
+        suits_success=True,
     ),
     Rule.of(
         "rollout/failed_ratio > 0.1 for 3 steps",
@@ -80,6 +84,7 @@ RULES = (
         "rollout/duplicate_ratio > 0.9 for 10 steps",
         "the samples of a prompt repeat each other, so there is nothing to compare. Raise "
         "--rollout.temperature or --actor.entropy_coef, or lower --actor.adam.lr.",
+        cause="entropy-collapse",
         suits_success=True,
     ),
     Rule.of(
@@ -104,6 +109,7 @@ RULES = (
         "have the same weights, look for a difference in precision, kernel or chat template; MoE models "
         "need --algo.router_replay. --algo.advantage.is_correction_enable limits the damage.",
         cause="gap",
+        unless="rollout/staleness_max",
     ),
     Rule.of(
         "mismatch/merged_fraction < 0.9 for 1 step",
@@ -153,6 +159,14 @@ RULES = (
         "grad_norm = 0 for 1 step",
         "the step had no gradient, so nothing was learnt. Look for advantages of 0, a mask or a clip range "
         "that leaves out every token, or answers without tokens to learn.",
+        cause="flat-reward",
+        suits_success=True,
+    ),
+    Rule.of(
+        "skipped > 0.5 for 3 steps",
+        "most optimizer steps are skipped because a loss or gradient is not finite, so nothing is learnt "
+        "from them. Lower the learning rate, and look for rewards or rows out of range; "
+        "--train.on_nonfinite stop ends the run at the first one.",
     ),
     Rule.of(
         "critic/clip_fraction > 0.5 for 5 steps",

@@ -93,6 +93,19 @@ def test_a_score_is_read_off_the_last_token_which_ends_the_sequence():
         assert answer.sample.action_mask.nonzero().tolist() == [[answer.sample.length - 1]]
 
 
+def test_a_truncated_answer_has_no_end_as_in_rl():
+    some = Rows.of([{"input": "1 + 1?", "output": "23", "finish_reason": "length"}])
+    options = PLAIN | {"output_key": "output", "max_len": 100}
+    (plain,) = build_answers(some, TOKENIZER, **options)
+    assert plain.sample.token_ids.tolist() == ids("1 + 1?23")
+    (chat,) = build_answers(some, TOKENIZER, **options | {"apply_chat_template": True})
+    assert chat.sample.token_ids.tolist() == ids("<|user|>1 + 1?<|end|><|assistant|>23")
+    (short,) = build_answers(some, TOKENIZER, **options | {"max_len": 5})
+    assert short.sample.token_ids.tolist() == ids("1 + 1?23")[:5]
+    for answer in (plain, chat, short):
+        assert answer.sample.action_mask.nonzero().tolist() == [[answer.sample.length - 1]]
+
+
 def test_an_empty_answer_is_scored_too():
     (plain,) = answers(("1 + 1?", ""))
     assert plain.sample.token_ids.tolist() == [*ids("1 + 1?"), TOKENIZER.eos_token_id]

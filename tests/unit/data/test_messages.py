@@ -9,6 +9,7 @@ from unittest import mock
 import datasets
 import pyarrow as pa
 import pytest
+import records
 from refusals import refused
 from template_families import tokenizer_of
 
@@ -190,8 +191,18 @@ def test_a_reward_model_with_another_template_lists_the_tools():
         Rows.of(ROWS), policy, **CHAT, input_key="prompt", label_key=None, tools_key="tools"
     )
     reader = RewardReader(policy, own, stop_token_ids=[], max_len=None)
-    text = reader._conversation(SimpleNamespace(prompt=prompt, truncated=False), "Yes.").text
-    assert text == f"{PROMPTS[0]}Yes.<|end|>"
+    read, said = (policy(text, add_special_tokens=False)["input_ids"] for text in (prompt.text, "Yes."))
+    mask = [False] * len(read) + [True] * len(said)
+    sample = reader(records.trajectory(prompt=prompt, token_ids=read + said, action_mask=mask))
+    assert own.decode(sample.token_ids) == f"{PROMPTS[0]}Yes.<|end|>"
+
+
+def test_a_refusal_is_the_text_of_an_answer():
+    for said in (None, [{"type": "refusal", "refusal": "no"}]):
+        answer = {"role": "assistant", "content": said} | ({} if said else {"refusal": "no"})
+        talk = as_messages([{"role": "user", "content": "q"}, answer])
+        text = render_messages(talk, tiny_tokenizer(), add_generation_prompt=False)
+        assert text == "<|user|>q<|end|><|assistant|>no<|end|>"
 
 
 def test_json_text_keeps_its_nulls():

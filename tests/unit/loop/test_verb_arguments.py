@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from openai.types.chat import ChatCompletionMessage
 from refusals import refused
 
 import openrlhf as rl
@@ -232,8 +235,18 @@ def test_prompts_are_read_of_rows_in_memory(start, tmp_path, form):
 def test_texts_and_conversations_are_prompts_with_the_template(start):
     run = start(**{"data.apply_chat_template": True})
     talks = [[{"role": "user", "content": text}] for text in QUESTIONS]
-    texts, chats = ([p.text for p in next(run.prompts(source))] for source in (QUESTIONS, talks))
-    assert texts == chats
+    said = ChatCompletionMessage(role="assistant", content="4")
+    records = [
+        [MappingProxyType({"role": "user", "content": QUESTIONS[0]})],
+        ({"role": "user", "content": ({"type": "text", "text": QUESTIONS[1]},)},),
+        UserDict({"input": np.array(talks[2], object)}),
+    ]
+    texts, chats, others = (
+        [p.text for p in next(run.prompts(source))] for source in (QUESTIONS, talks, records)
+    )
+    assert texts == chats == others
+    ((answered,),) = run.prompts([[*talks[0], said, *talks[1]]])
+    assert answered.messages[1]["content"] == "4"
     assert sorted(texts) == sorted(
         run.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) for talk in talks
     )

@@ -80,6 +80,23 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("€1,234.50", "1234.5"),
         ("18 £ million", "18000000"),
         ("3 x 10^8", "300000000"),
+        # characters that math-verify does not read
+        ("2½ cups", "2.5"),
+        ("½x", "x/2"),
+        ("2√(x+1)", r"2\sqrt{x+1}"),
+        ("x²y", "x^2y"),
+        ("5 × 10⁻³", "0.005"),
+        ("(1, ∞)", r"(1, \infty)"),
+        (r"\varnothing", "∅"),
+        ("1.234.567,5", "1234567.5"),
+        ("1'234", "1234"),
+        ("negative 5", "-5"),
+        # units and currencies
+        ("25 cm²", "25"),
+        ("6 feet", "6 ft"),
+        ("10 inches", "10 inch"),
+        ("18 euros", "€18"),
+        ("$20 per day", "$20"),
     ],
 )
 def test_equal_answers(prediction, truth):
@@ -123,6 +140,19 @@ def test_equal_answers(prediction, truth):
         ("5 theta", "5"),
         (r"5\text{ cm}^2", r"5\text{ cm}"),
         ("5 hours", "5 minutes"),
+        ("5 miles", "5 km"),
+        ("5 feet", "5 inches"),
+        ("5 lb", "5 kg"),
+        ("€18", "£18"),
+        ("18 dollars", "€18"),
+        ("$18", "18 €"),
+        ("25 cm²", "25 cm"),
+        ("1101_2", "1101_{3}"),
+        ("negative 5", "5"),
+        ("10 minus 5", "-5"),
+        ("2½", "1"),
+        ("1.234", "1234"),
+        ("(1.234,5)", "1234.5"),
     ],
 )
 def test_wrong_answers_are_rejected(prediction, truth):
@@ -216,6 +246,29 @@ def test_reward_files_import_nothing_heavy():
         ("정답은 5입니다.", "5", True),
         ("不是", "是", False),
         (r"\boxed{5}", 6, False),
+        # what is denied is no answer
+        ("The answer is not 42.", "42", False),
+        ("It isn't $42$ but $43$.", "43", True),
+        ("The answer is 43, not 42.", "43", True),
+        ("It is not possible.", "possible", False),
+        ("He is not guilty.", "not guilty", True),
+        ("The answer is A or B.", "B", False),
+        ("<think>It is \\boxed{42}", "42", False),
+        # nor is a quotient that stands in the question
+        (r"\boxed{84 \div 2}", "42", False),
+        (r"\boxed{\frac{84}{2}}", "42", False),
+        (r"\boxed{1/2 million}", "500000", True),
+        ("The answer is negative 5.", "-5", True),
+        ("The answer is minus 5.", "5", False),
+        ("The price is €18.", "£18", False),
+        ("Das sind 1.234,50 €.", "1234.5", True),
+        ("The answer is 5².", "5", False),
+        # formulas in plain text
+        ("The answer is x².", "x^2", True),
+        ("It is (0, 1).", "(0, 1)", True),
+        ("It is y + x^2.", "x^2", False),
+        ("They are 1, 2, 3.", "2, 3", False),
+        ("It is 15 - 5 km.", "5 km", False),
     ],
 )
 def test_final_answers_of_responses(response: str, label: str | float, right: bool) -> None:

@@ -198,8 +198,13 @@ def test_each_call_of_a_file_that_cannot_be_used_is_told_why(function_of, source
         ("import os\nos._exit(3)", "the process that imported the file died with exit code 3"),
         ("def reward_func(queries, prompts): pass", "reward_func(queries, prompts) cannot be called"),
         ("def reward_func(q, p, l, *, limit): pass", "argument: 'limit'"),
-        # TRL's order, and another: each argument would silently be another one
-        ("def reward_func(prompts, completions, l): pass", "its prompts would be the queries"),
+        # in another order, and those of other libraries: each argument would silently be another one
+        ("def reward_func(prompts, queries, l): pass", "its prompts would be the queries"),
+        (
+            "def reward_func(completions, **kwargs): pass",
+            "has arguments of TRL or ms-swift; here query.remove",
+        ),
+        ("def reward_func(data_source, solution_str, ground_truth, extra_info=None): pass", "of verl; here"),
         ("def reward_func(queries, labels, prompts): pass", "its labels would be the prompts"),
     ],
 )

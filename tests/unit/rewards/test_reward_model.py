@@ -134,6 +134,53 @@ def test_another_template_reads_the_conversation_and_none_of_the_policys_markup(
     assert decode(same_words, sample.token_ids.tolist()) == shown.rstrip("\n") + "<|end|>"
 
 
+def turns(*texts: str, truncated: bool = False) -> Trajectory:
+    """Returns an episode of these texts: the prompt, then in turn answers and feedback."""
+    policy, ids, mask = tiny_tokenizer(), [], []
+    for i, text in enumerate(texts):
+        ids += ids_of(policy, text)
+        mask += [i % 2 == 1] * (len(ids) - len(mask))
+    prompt = Prompt(prompt_id=0, text=PROMPT, messages=MESSAGES)
+    return records.trajectory(prompt=prompt, token_ids=ids, action_mask=mask, truncated=truncated)
+
+
+@pytest.mark.parametrize(
+    ("answer", "feedback", "shown"),
+    [
+        (
+            ANSWER + "<|end|>",
+            "<|user|>Wrong. Again:<|end|><|assistant|>",
+            "\nUSER: Wrong. Again:\nASSISTANT: ",
+        ),
+        (ANSWER, "<|end|>\n<|user|> Wrong.\n<|end|><|assistant|>", "\nUSER: Wrong.\nASSISTANT: "),
+        (ANSWER + "<|end|>", "<|tool|>3<|end|><|assistant|>", "\nTOOL: 3\nASSISTANT: "),
+        (ANSWER, " No. Again: ", " No. Again: "),
+        (ANSWER + "<|end|>", "Wrong.<|user|>", "<|end|>Wrong.<|user|>"),  # no message of the template
+    ],
+)
+def test_feedback_in_the_policys_markup_is_a_message_of_another_template(answer, feedback, shown, caplog):
+    whole = f"SYSTEM: Count.\nUSER: How many?\nASSISTANT: {ANSWER}{shown}4 apples"
+    assert read_text(
+        tiny_tokenizer(), letters(PEOPLE), turns(PROMPT, answer, feedback, "4 apples<|end|>")
+    ) == (whole + "[EOS]")
+    cut = turns(PROMPT, answer, feedback, "4 apples", truncated=True)
+    assert read_text(tiny_tokenizer(), letters(PEOPLE), cut) == whole
+    assert ("policy's markup" in caplog.text) == ("<|" in shown)
+
+
+def test_tools_results_are_the_users_where_a_template_has_no_tools():
+    people = PEOPLE.replace(
+        "{{ m.role", "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.role"
+    )
+    t = turns(PROMPT, ANSWER + "<|end|>", "<|tool|>3<|end|><|assistant|>", "3<|end|>")
+    assert read_text(tiny_tokenizer(), letters(people), t).endswith("apples\nUSER: 3\nASSISTANT: 3[EOS]")
+
+
+def test_another_vocabulary_reads_the_prompt_that_an_agent_wrote():
+    t = turns(PROMPT.replace("How", "So, how"), ANSWER + "<|end|>")
+    assert read_text(tiny_tokenizer(), letters(), t) == PROMPT.replace("How", "So, how") + ANSWER + "[EOS]"
+
+
 @pytest.mark.parametrize("content", ["I count", [{"type": "text", "text": "I count"}]])
 def test_an_answer_that_continues_the_assistant_is_one_message_with_it(content):
     policy, begun = tiny_tokenizer(), {"role": "assistant", "content": content}

@@ -70,6 +70,16 @@ DEFECTS = {
 }
 
 
+evaluated = lambda scores: [None if i % 5 else score for i, score in enumerate(scores)]
+FORGETS = [*np.linspace(0.3, 0.7, 20), *np.linspace(0.7, 0.1, 20)]
+DEFECTS |= {
+    "degraded-policy": {
+        "rollout/reward_mean": list(FORGETS + NOISE),
+        "eval/default_score_mean": evaluated(FORGETS),
+        "rollout/truncated_rate": [*[0.02] * 20, *np.linspace(0.02, 0.9, 20)],
+    },
+}
+
 TITLES = {
     "memory": "memory of update grows",
     "slow-steps": "2 of 40 steps are slow: save takes the time",
@@ -102,6 +112,46 @@ def test_metrics_of_an_earlier_version_have_their_current_names(tmp_path: Path) 
     assert run.names("timing/") == ["timing/logprobs"]
     assert run.series("timing/logprobs").values.tolist() == [2.5, 3.0]
     assert run.series("x").steps.tolist() == [2]
+
+
+SCATTERED = [*[0.2, 0.4, 0.25, 0.17, 0.3, 0.21, 0.26, 0.2]]
+"""Scores of an evaluation with 30 prompts."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"eval/default_score_mean": [s for score in SCATTERED for s in (score, *[None] * 4)]},
+        {"mismatch/abs_diff_mean": ramp(0.05, 0.06), "rollout/staleness_max": [3] * STEPS},
+        {"rollout/total_length_mean": ramp(100, 400), "memory/update_gb": ramp(1, 3)},
+        {"rollout/reward_mean": list(FORGETS + NOISE), "eval/default_score_mean": evaluated(RISING)},
+    ],
+    ids=["few prompts", "stale samples", "longer samples", "harder prompts"],
+)
+def test_what_looks_like_a_problem_and_is_none(change: dict, tmp_path: Path) -> None:
+    assert causes(write_run(tmp_path / "run", HEALTHY | change)) == []
+
+
+def test_equal_rewards_name_the_side_on_which_they_are(tmp_path: Path) -> None:
+    """The mean reward is slightly higher at the end in both runs."""
+    for reward, remedy in ((0.004, "check --data.label_key"), (0.97, "use harder prompts")):
+        flat = {"reward/zero_std_fraction": [0.97] * STEPS, "rollout/reward_max": [1.0] * STEPS}
+        change = flat | {"rollout/reward_mean": ramp(reward, reward * 1.02), "eval/default_score_mean": []}
+        run = write_run(tmp_path / str(reward), HEALTHY | change)
+        assert found(run, "flat-reward").remedy.startswith(remedy)
+
+
+def test_a_collapse_comes_before_the_equal_rewards_that_follow_it(tmp_path: Path) -> None:
+    after = {"reward/zero_std_fraction": [0.3] * 20 + [0.97] * 20, "rollout/duplicate_ratio": [0.95] * STEPS}
+    run = write_run(tmp_path / "run", HEALTHY | DEFECTS["entropy-collapse"] | after)
+    text = "rollout/duplicate_ratio > 0.9 for 10 steps (last 0.95): the samples of a prompt repeat each other"
+    (run / "health.jsonl").write_text(json.dumps({"step": 10, "text": text}) + "\n")
+    assert causes(run) == ["entropy-collapse", "flat-reward"]
+
+
+def test_the_loss_of_experts_may_rise(tmp_path: Path) -> None:
+    losses = {"sft/loss": ramp(2, 1), "sft/balance_loss": ramp(1, 1.5)}
+    assert causes(write_run(tmp_path / "run", losses)) == []
 
 
 @pytest.mark.parametrize("cause", DEFECTS)

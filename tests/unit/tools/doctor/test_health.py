@@ -187,6 +187,21 @@ def test_metrics_of_a_sure_policy_are_unhealthy_only_without_success():
         )
 
 
+@pytest.mark.parametrize(
+    ("metric", "value", "beside"),
+    [
+        ("reward/zero_std_fraction", 1.0, {"teacher/kl_mean": 0.4}),
+        ("mismatch/abs_diff_mean", 0.08, {"rollout/staleness_max": 2}),
+        ("grad_norm", 0.0, {"rollout/reward_mean": 0.99, "rollout/reward_max": 1.0}),
+    ],
+)
+def test_a_condition_may_have_a_harmless_reason(metric, value, beside):
+    for more, fires in (({}, True), (beside, False)):
+        health = Health()
+        health.check(more)
+        assert any(health.check({metric: value} | more) for _ in range(25)) == fires
+
+
 def test_a_rule_may_have_a_lower_limit():
     assert spoken([0, -1, -1, 0, -1], (LOW,), "kl") == [1, 4]
 
