@@ -18,6 +18,8 @@ FAILED = find_limit("rollout/failed_ratio")
 """Fraction of failed samples above which there is a finding."""
 CLEAR = 3.0
 """Standard errors above which a change counts as a trend."""
+LOST = 0.5
+"""Fraction of its best score that a degraded policy has lost."""
 BLOCKS = 12
 """Number of means to which a longer course is reduced."""
 LABELLED = 0.2
@@ -168,13 +170,13 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
 
 
 def _degraded(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if the scores of evaluations, or without any the reward, are clearly below their best,
-    and the reward does not rise."""
+    """Yields a finding if the scores of evaluations, or without any the reward, have lost LOST of their best,
+    and the reward does not rise. Three of a hundred courses without a trend lose as much by chance."""
     reward = run.series("rollout/reward_mean")
     scores = [
-        score for n in run.names("eval/") if n.endswith("_score_mean") and len(score := run.series(n)) > 2
+        score for n in run.names("eval/") if n.endswith("_score_mean") and len(score := run.series(n)) > 4
     ]
-    falling = [series for series in scores or [reward] if _falls(series, 0.25)]
+    falling = [series for series in scores or [reward] if _falls(series, LOST, 2 * CLEAR)]
     if len(reward) < FEWEST or not falling or reward.trend > CLEAR or succeeds(run.numbers):
         return
     names = ("rollout/reward_mean", "kl/mean", "policy/entropy", "policy/clip_fraction", "grad_norm")
@@ -198,16 +200,16 @@ def _fall(score: Series) -> str:
     )
 
 
-def _falls(score: Series, share: float = 0.1) -> bool:
-    """Returns True if the last values are below the best by this share of it, and by CLEAR times what values
-    differ by from one to the next."""
+def _falls(score: Series, share: float = 0.1, clear: float = CLEAR) -> bool:
+    """Returns True if the last values are below the best by this share of it, and by `clear` times what
+    values differ by from one to the next."""
     if len(score) < 3:
         return False
     values = np.array([part.mean() for part in np.array_split(score.values, min(len(score), BLOCKS))])
     steps = np.diff(values)
     noise = float(np.median(abs(steps - np.median(steps))))
     fall = float(values[:-1].max() - values[-max(1, len(values) // 4) :].mean())
-    return fall > max(0.02, share * abs(values[:-1].max()), CLEAR * noise)
+    return fall > max(0.02, share * abs(values[:-1].max()), clear * noise)
 
 
 def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:

@@ -22,7 +22,8 @@ from openrlhf.observability.lock import locked
 from openrlhf.tools.command_line import installation
 from openrlhf.tools.doctor import flags, stalls
 from openrlhf.tools.doctor.diagnose import diagnose, examine_installation, examine_run
-from openrlhf.tools.doctor.record import Finding, RunRecord
+from openrlhf.tools.doctor.record import Finding, RunRecord, Series
+from openrlhf.tools.doctor.rewards import CLEAR, LOST, _falls
 from openrlhf.tools.doctor.stalls import Frame, Stack, doing, read_stacks, waiting
 from openrlhf.tools.replay import flags as flags_of_replay
 from openrlhf.tools.view import flags as flags_of_view
@@ -99,6 +100,16 @@ def test_a_healthy_run_has_no_findings_and_says_why(
     assert " ".join(out.split()).startswith(f"{run}: 40 rows of metrics, last step 40; not running ")
     assert "healthy" in out
     assert "\n   - rollout/reward_mean 0.2" in out
+
+
+@pytest.mark.parametrize("steps", [8, 20, 60])
+def test_few_courses_without_a_trend_count_as_degraded(steps: int) -> None:
+    """Rewards near 0 vary most for their size: .05 and a standard deviation of .03."""
+    rng, numbers = np.random.default_rng(0), np.arange(steps)
+    courses = [Series("r", numbers, rng.normal(0.05, 0.03, steps).clip(0, 1)) for _ in range(200)]
+    assert sum(_falls(course, LOST, 2 * CLEAR) for course in courses) <= 6
+    lost = Series("r", numbers, np.where(numbers < steps // 2, 0.7, 0.1))
+    assert _falls(lost, LOST, 2 * CLEAR)
 
 
 def test_metrics_of_an_earlier_version_have_their_current_names(tmp_path: Path) -> None:
