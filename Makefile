@@ -1,9 +1,6 @@
 PYTHON ?= python3
-# Two processes for two cores, three where many tests wait for processes that start and end; tests/conftest.py says what
-# they take, and in which order.
-PROCESSES = 2
-test test-all: PROCESSES = 3
-PARALLEL ?= -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# Two processes, for many tests keep one core busy; tests/conftest.py says what they take, and in which order.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 REPORTS = .pytest_cache/reports
 # Other kernels of torch and oneDNN on the same machine, and the tests whose numbers come from them.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2

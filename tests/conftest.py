@@ -72,8 +72,8 @@ def _is_fast(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Sorts the longest tests first, so that all processes have work until the end. One test with trained
-    models comes first, and the others late: the first trains the models while other processes have other
+    """Sorts the longest tests first, so that both processes have work until the end. One test with trained
+    models comes first, and the others late: the first trains the models while the other process has other
     work."""
     if _is_fast(config):
         _leave_out_rows(items)
