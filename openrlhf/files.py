@@ -77,16 +77,9 @@ def read_object(file: Path) -> dict[str, Any]:
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*")
 MODEL_FILES += ("adapter_config.json", "adapter_model.*")
 """Patterns of the files that transformers writes for a model, and peft for an adapter."""
-READER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "merges.txt")
-READER_FILES += (
-    "vocab.json",
-    "vocab.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-)
-READER_FILES += ("chat_template.jinja", "additional_chat_templates/*.jinja", "*processor_config.json")
-READER_FILES += ("reward_statistics.json",)
+READER_FILES = ("tokenizer*.json", "tokenizer.model", "*piece*.model", "tekken.json", "vocab.*", "merges.txt")
+READER_FILES += ("special_tokens_map.json", "added_tokens.json", "chat_template.*", "*processor_config.json")
+READER_FILES += ("additional_chat_templates/*.jinja", "reward_statistics.json")
 """Patterns of the files beside a model that say how it is used."""
 
 

@@ -79,7 +79,7 @@ from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import begin_forward, with_outputs
 from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
-from openrlhf.training.schedule import build_schedule, trained_on
+from openrlhf.training.schedule import build_schedule, mean_metrics, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 from openrlhf.user_file import is_importing
 
@@ -685,14 +685,12 @@ def _all(groups: Sequence[PromptGroup]) -> list[Trajectory]:
 
 
 def _joined(measured: Sequence[tuple[int, Metrics]]) -> Metrics:
-    """Returns the metrics of a step from its batches and syncs: means over samples, sums of counts."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for weight, metrics in measured:
-        for name, value in metrics.items():
-            found.setdefault(name, []).append((weight, value))
-    joined = {name: sum(w * v for w, v in pairs) / sum(w for w, _ in pairs) for name, pairs in found.items()}
+    """Returns the metrics of a step from its batches and syncs: means over samples, and sums of counts."""
+    weights, several = [weight for weight, _ in measured], [metrics for _, metrics in measured]
+    joined = mean_metrics(several, weights)
     for end, join in {"_min": min, "_max": max, "without_peers": sum}.items():
-        joined |= {name: join(v for _, v in pairs) for name, pairs in found.items() if name.endswith(end)}
+        ending = [name for name in joined if name.endswith(end)]
+        joined |= {name: join(metrics[name] for metrics in several if name in metrics) for name in ending}
     return joined
 
 

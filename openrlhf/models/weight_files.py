@@ -13,6 +13,8 @@ from openrlhf.errors import ErrorCode, UsageError, first_line, notify_once
 LARGEST_HEADER = 100_000_000
 """Maximum size of a header in bytes, as the format defines it."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INTEGERS = ("I8", "U8", "I32")
+"""Types of whole numbers that quantized weights have."""
 UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError)
 """Errors of a file of something else."""
 
@@ -76,6 +78,3 @@ def quantized_type(folder: str | Path) -> str:
                 if about["dtype"].startswith("F8_") or (about["dtype"] in INTEGERS and "weight" in name):
                     return about["dtype"]
     return ""
-
-
-INTEGERS = ("I8", "U8", "I32")

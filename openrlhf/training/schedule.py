@@ -1,5 +1,6 @@
 """Assigns samples to optimizer steps and ranks, and computes the number of steps."""
 
+import math
 import random
 from collections.abc import Hashable, Sequence
 
@@ -123,11 +124,17 @@ def build_schedule(
     )
 
 
-def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
-    """Returns the mean of each metric over the optimizer steps that report it: a skipped one lacks those that
-    are not finite."""
-    reported: dict[str, list[float]] = {}
-    for step in steps:
+def mean_metrics(steps: Sequence[Metrics], weights: Sequence[int] | None = None) -> Metrics:
+    """Returns the mean of each metric over the optimizer steps or batches that report it: a skipped step
+    lacks those that are not finite."""
+    reported: dict[str, list[tuple[int, float]]] = {}
+    for weight, step in zip(weights or [1] * len(steps), steps, strict=True):
         for name, value in step.items():
-            reported.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in reported.items()}
+            reported.setdefault(name, []).append((weight, value))
+    return {name: _mean(pairs) for name, pairs in reported.items()}
+
+
+def _mean(pairs: Sequence[tuple[int, float]]) -> float:
+    common = math.gcd(*(weight for weight, _ in pairs))  # so that the mean of one value is this value
+    parts = [(weight // common, value) for weight, value in pairs]
+    return sum(part * value for part, value in parts) / sum(part for part, _ in parts)

@@ -112,6 +112,12 @@ def test_mean_metrics_of_steps_of_which_one_was_skipped():
     assert mean_metrics(steps) == {"loss": 2.5, "skipped": 1 / 3}
 
 
+def test_mean_metrics_of_batches_of_24_and_72_samples():
+    """A mean of one value is this value: 24 * 0.1 / 24 would not be."""
+    batches = [{"reward": 1.0, "kl": 0.1}, {"reward": 3.0}]
+    assert mean_metrics(batches, [24, 72]) == {"reward": 2.5, "kl": 0.1}
+
+
 def test_mean_metrics():
     assert mean_metrics([{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 2.0}]) == {"a": 2.0, "b": 2.0}
 
